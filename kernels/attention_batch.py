@@ -1,0 +1,26 @@
+"""What paged attention must know of a step: whose tokens these are and where their KV lies.
+
+Owner: the runner that built it. Place: the device. Lifetime: one step (or, inside a CUDA graph,
+fixed addresses whose contents live one step). Last writer: the runner's input preparation.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class AttentionBatch(NamedTuple):
+    """One step's tokens, packed request after request, and their KV places.
+
+    Padded rows (CUDA graphs): query length 0, seq_len 0, slot -1. A kernel reads and writes
+    nothing for them.
+    """
+
+    query_start_loc: torch.Tensor  # [num_reqs + 1] int32: request i owns tokens loc[i]..loc[i+1]-1
+    seq_lens: torch.Tensor  # [num_reqs] int32: known tokens up to and with this step's last
+    block_tables: torch.Tensor  # [num_reqs, max_blocks] int32; entries past the length are junk
+    slot_mapping: torch.Tensor  # [num_tokens] int64: block * 256 + offset, -1 writes nothing
+    max_query_len: int  # 1: a pure decode
+    max_seq_len: int  # an upper bound; inside a graph the model's limit

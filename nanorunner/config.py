@@ -1,12 +1,43 @@
 """The engine's settings: one frozen dataclass, resolved once, printed once, kept in every result.
 
+    LLM(**settings) / command line -> make_config -> Config -> check -> resolve.py -> RunnerConfig
+
 Every field is a command-line flag of the same name with dashes. check() holds every rule that
-needs no model and no GPU; resolve_runner_config() adds those that need the model's shape.
+needs no model and no GPU; resolve.py adds those that need the model's shape or the machine.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanorunner.did_you_mean import did_you_mean
+from nanorunner.field_types import check_types
+
+CHOICES = {
+    "runner": ("v1",),
+    "device": ("auto", "cpu", "cuda"),
+    "dtype": ("auto", "float32", "bfloat16", "float16"),
+    "load_format": ("auto", "safetensors", "dummy"),
+    "attention_backend": ("auto", "torch", "triton", "flash_attn"),
+}
+
+# Names that users bring along from vLLM, and the field that each one means here.
+ALIASES = {
+    "tensor_parallel_size": "tp",
+    "enable_prefix_caching": "prefix_cache",
+    "num_gpu_blocks_override": "num_blocks",
+}
+
+# Settings of other engines that must not be taken for a slip of the pen.
+REFUSED = {
+    "trust_remote_code": "no code from a checkpoint is ever run; leave it out",
+    "quantization": "quantised checkpoints are not supported; use float32, bfloat16 or float16",
+    "pipeline_parallel_size": "only tensor parallelism is there; use tp",
+    "data_parallel_size": "only tensor parallelism is there; use tp",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,14 +52,102 @@ class Config:
     load_format: str = "auto"  # auto | safetensors | dummy
     attention_backend: str = "auto"  # auto | torch | triton | flash_attn
     enforce_eager: bool = False
+    skip_tokenizer_init: bool = False  # token ids in, token ids out
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None  # None: the model's own, at most 4096 (said in the log)
     gpu_memory_utilization: float = 0.9
-    kv_cache_gib: float | None = None
+    kv_cache_gib: float | None = None  # of every rank; None: what is left on a GPU, 1 GiB on a CPU
     num_blocks: int | None = None
     prefix_cache: bool = True
     async_depth: int = 1  # steps in flight; v1 is synchronous
     seed: int = 0
     step_timeout_s: float = 300.0
     start_timeout_s: float = 600.0
+
+
+def make_config(settings: Mapping[str, Any]) -> Config:
+    """Return the checked Config of settings by name, vLLM's names allowed.
+
+    Raises ValueError for an unknown name (with the closest known one), for one setting given
+    twice under two names, and for whatever check() refuses.
+    """
+    known = {field.name for field in fields(Config)}
+    values: dict[str, Any] = {}
+    for given, value in settings.items():
+        name = ALIASES.get(given, given)
+        if name in REFUSED:
+            if not value or value == 1:  # an explicit "off" asks for what we do anyway
+                continue
+            raise ValueError(f"{given} {value!r}: {REFUSED[name]}")
+        if name not in known:
+            hint = did_you_mean(given, known | set(ALIASES))
+            raise ValueError(f"unknown setting {given!r}; {hint}")
+        if name in values:
+            raise ValueError(f"{given} and {name} are one setting; give one of them")
+        values[name] = value
+    if "dtype" in values:  # torch.float32 as well as "float32"
+        values["dtype"] = str(values["dtype"]).removeprefix("torch.")
+    if "model" in values and hasattr(values["model"], "__fspath__"):
+        values["model"] = str(values["model"])
+    config = Config(**values)
+    check(config)
+    return config
+
+
+def check(config: Config) -> None:
+    """Refuse, by ValueError, every setting that no model and no machine could serve."""
+    check_types(config)
+    for name, allowed in CHOICES.items():
+        value = getattr(config, name)
+        if value not in allowed:
+            raise ValueError(f"{name} {value!r}: {did_you_mean(value, allowed)}")
+    _check_counts(config)
+    if not 0 < config.gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization {config.gpu_memory_utilization}: use a share of the GPU's "
+            f"memory above 0 and at most 1, such as 0.9"
+        )
+    for name in ("step_timeout_s", "start_timeout_s", "kv_cache_gib"):
+        value = getattr(config, name)
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise ValueError(f"{name} {value}: use a number above 0")
+    if not -(2**63) <= config.seed < 2**64:
+        raise ValueError(f"seed {config.seed}: use a 64-bit integer")
+    _check_pairs(config)
+
+
+def _check_counts(config: Config) -> None:
+    least = {
+        "tp": 1,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 1,
+        "max_model_len": 2,  # one prompt token and one generated
+        "num_blocks": 1,
+        "async_depth": 1,
+    }
+    for name, limit in least.items():
+        value = getattr(config, name)
+        if value is not None and value < limit:
+            raise ValueError(f"{name} {value}: use {limit} or more")
+
+
+def _check_pairs(config: Config) -> None:
+    """Refuse settings that are right alone and wrong together."""
+    if config.max_num_batched_tokens < config.max_num_seqs:
+        raise ValueError(
+            f"max_num_batched_tokens {config.max_num_batched_tokens}: every running request needs "
+            f"a token a step; use at least max_num_seqs ({config.max_num_seqs}), or lower that"
+        )
+    if config.kv_cache_gib is not None and config.num_blocks is not None:
+        raise ValueError(
+            f"kv_cache_gib {config.kv_cache_gib} and num_blocks {config.num_blocks}: both size "
+            f"the KV cache; give one of them"
+        )
+    if config.runner == "v1" and config.async_depth != 1:
+        raise ValueError(f"async_depth {config.async_depth}: runner v1 is synchronous; use 1")
+    if config.device == "cpu" and config.attention_backend in ("triton", "flash_attn"):
+        raise ValueError(
+            f"attention_backend {config.attention_backend}: needs an NVIDIA GPU; with device cpu "
+            f"use torch or auto"
+        )

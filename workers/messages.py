@@ -29,7 +29,7 @@ class SamplingSettings(NamedTuple):
     temperature: float  # 0 is greedy
     top_k: int  # 0 is off
     top_p: float  # 1 is off
-    seed: int  # 64 bits, drawn on rank 0 so that every rank holds the same
+    seed: int  # 64 bits as a signed int, drawn on rank 0 so that every rank holds the same
 
 
 class NewRequest(NamedTuple):
@@ -68,7 +68,7 @@ class StepInput(NamedTuple):
     @classmethod
     def from_wire(cls, wire: tuple[Any, ...]) -> StepInput:
         """Return the StepInput that to_wire made `wire` from."""
-        new = tuple(NewRequest(*r[:5], SamplingSettings(*r[5])) for r in wire[2])
+        new = tuple(NewRequest(*(*r[:5], SamplingSettings(*r[5]))) for r in wire[2])
         return cls(wire[0], wire[1], new, *wire[3:])
 
 
@@ -78,6 +78,14 @@ class StepOutput(NamedTuple):
     step_id: int
     request_ids: Int32  # [num_sampled]
     token_ids: Int32  # [num_sampled]
+
+
+class KvRoom(NamedTuple):
+    """What one rank's profile found out about the KV cache."""
+
+    num_blocks: int  # that fit; the engine takes the minimum over the ranks
+    block_bytes: int  # of one block on this rank
+    room_bytes: int  # left for all blocks
 
 
 class StepHandle(Protocol):
@@ -93,8 +101,8 @@ class Runner(Protocol):
     def load_model(self) -> None:
         """Fill this rank's share of the weights."""
 
-    def profile(self) -> int:
-        """Return how many KV blocks this rank has room for, after its widest step."""
+    def profile(self) -> KvRoom:
+        """Return how many KV blocks this rank has room for, beside its widest step."""
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate the KV cache; every rank gets the same number, the minimum over ranks."""
@@ -109,7 +117,7 @@ class Runner(Protocol):
         """Free what this rank holds; a second call does nothing."""
 
 
-# The methods a frame may name. Those with a reply send (frame, "ok", value) back over the rank's pipe.
+# The methods a frame may name. Those with a reply send (frame, "ok", value) over the rank's pipe.
 METHODS_WITH_REPLY = frozenset({"load_model", "profile", "allocate_kv", "capture", "close"})
 METHODS = METHODS_WITH_REPLY | {"step"}
 
@@ -131,7 +139,7 @@ class RunnerConfig:
     max_num_batched_tokens: int  # most tokens in one step
     max_model_len: int  # most tokens of one request, prompt and output together
     gpu_memory_utilization: float  # this instance's share of the whole GPU's memory
-    kv_cache_bytes: int | None  # all ranks' limit; None on a GPU means "what is left"
+    kv_cache_bytes: int | None  # each rank's limit; None on a GPU means "what is left"
     num_blocks: int | None  # overrides the sizing, for tests and lessons
     seed: int
     step_timeout_s: float

@@ -1,0 +1,254 @@
+"""Decode attention (one query token a request) over the paged cache, split over the KV length.
+
+A decode is a read of the KV cache, so every byte is read once: a program takes one request, one KV
+head and one share ("split") of the length, and its whole group of query heads at once, as the rows
+of a small matrix product. Few requests need many splits to fill the device; their partial results
+meet in a second kernel.
+
+    program (request, kv head, split)   tokens [split * share, (split + 1) * share)
+        -> out [requests, num_heads, D]                                       one split
+        -> partial [requests, num_heads, splits, D], log_sum [.., splits]     more: combine
+
+The number of splits is fixed on the host from the batch size, so a captured graph stays valid; each
+share follows from the length, which only the device knows. Splits left without tokens end at once.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.triton_support import jit, next_power_of_two, num_processors, tl
+
+LOG2_E = 1.4426950408889634
+MAX_SPLITS = 64
+
+
+class DecodePlan(NamedTuple):
+    """How one decode launch is cut up; it depends on shapes alone, never on lengths."""
+
+    num_splits: int
+    tile_tokens: int  # KV tokens a loop turn; divides the block, so a tile lies in one block
+    num_warps: int
+    num_stages: int
+
+
+def plan_decode(
+    num_reqs: int,
+    num_kv_heads: int,
+    head_dim: int,
+    item_bytes: int,
+    max_seq_len: int,
+    processors: int,
+) -> DecodePlan:
+    """Return the plan for a batch; the figures were measured on an H200 (132 processors)."""
+    programs = num_reqs * num_kv_heads
+    # About 4 programs a processor keep the memory busy; more splits only add to the combine.
+    wanted = max(4 * processors // programs, 1)
+    num_splits = min(1 << (wanted.bit_length() - 1), MAX_SPLITS if programs <= 2 else 32)
+    num_splits = min(num_splits, next_power_of_two(-(-max_seq_len // 64)))
+    if programs * num_splits >= 8 * processors:
+        tile, warps, stages = 32, 1, 2
+    elif programs * num_splits >= 3 * processors:
+        tile, warps, stages = 64, 2, 2
+    else:
+        tile, warps, stages = 64, 4, 3
+    # K and V tiles of all stages must fit shared memory (a thread block has 227 KiB of it, and
+    # several blocks should share a processor).
+    while tile > 16 and 2 * tile * next_power_of_two(head_dim) * item_bytes * stages > 100_000:
+        tile //= 2
+    return DecodePlan(num_splits, tile, warps, stages)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+) -> torch.Tensor:
+    """Return the attention output [requests, num_heads, head_dim]; see kernels/attention.py.
+
+    Row i of q belongs to request i. A request of length 0 (padding) gets zeros.
+    """
+    num_reqs, num_heads, head_dim = q.shape
+    _, block_tokens, num_kv_heads, _ = k_cache.shape
+    assert q[0:1].is_contiguous(), "the heads of a q row must lie side by side"
+    assert k_cache.is_contiguous(), "the K cache must be contiguous"
+    assert v_cache.is_contiguous(), "the V cache must be contiguous"
+    out = torch.empty((num_reqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if num_reqs == 0:
+        return out
+    plan = plan_decode(
+        num_reqs,
+        num_kv_heads,
+        head_dim,
+        q.element_size(),
+        batch.max_seq_len,
+        num_processors(q.device),
+    )
+    is_split = plan.num_splits > 1
+    partial = log_sum = out  # never touched when one program does a whole request
+    if is_split:
+        shape = (num_reqs, num_heads, plan.num_splits)
+        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
+        log_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
+    group = num_heads // num_kv_heads
+    _decode_kernel[(num_reqs, num_kv_heads, plan.num_splits)](
+        q,
+        k_cache,
+        v_cache,
+        batch.block_tables,
+        batch.seq_lens,
+        out,
+        partial,
+        log_sum,
+        scale * LOG2_E,
+        q.stride(0),
+        batch.block_tables.stride(0),
+        plan.num_splits,
+        GROUP=group,
+        ROWS=max(next_power_of_two(group), 16),  # the smallest tile of a matrix instruction
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        COLUMNS=next_power_of_two(head_dim),
+        BLOCK_TOKENS=block_tokens,
+        TILE=plan.tile_tokens,
+        IS_SPLIT=is_split,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    if is_split:
+        columns = next_power_of_two(head_dim)
+        _combine_kernel[(num_reqs, num_heads)](
+            partial,
+            log_sum,
+            batch.seq_lens,
+            out,
+            NUM_HEADS=num_heads,
+            HEAD_DIM=head_dim,
+            COLUMNS=columns,
+            SPLITS=plan.num_splits,
+            TILE=plan.tile_tokens,
+            num_warps=min(max(plan.num_splits * columns // 1024, 1), 8),
+        )
+    return out
+
+
+@jit()
+def _share_of_split(length: tl.tensor, num_splits: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+    """Tokens of each split but the last: an equal share, rounded up to whole tiles."""
+    return tl.cdiv(tl.cdiv(length, num_splits), TILE) * TILE
+
+
+@jit(counts=("num_splits",), tables=("block_tables", "seq_lens"))
+def _decode_kernel(
+    q: tl.tensor,
+    k_cache: tl.tensor,
+    v_cache: tl.tensor,
+    block_tables: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    partial: tl.tensor,
+    log_sum: tl.tensor,
+    scale: tl.tensor,  # times log2(e): exp2 is the device's own instruction, exp is not
+    q_stride: tl.tensor,
+    table_stride: tl.tensor,
+    num_splits: tl.tensor,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+) -> None:
+    """One (request, kv head, split): rows are the group's query heads, padded to ROWS."""
+    request = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
+    length = tl.load(seq_lens + request)
+    share = _share_of_split(length, num_splits, TILE)
+    begin = split * share
+    end = tl.minimum(begin + share, length)
+    if IS_SPLIT and begin >= length:
+        return  # the combine kernel knows from the length that this split wrote nothing
+
+    row = tl.arange(0, ROWS)
+    column = tl.arange(0, COLUMNS)
+    in_tile = tl.arange(0, TILE)
+    q_mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
+    head = kv_head * GROUP + row
+    q_place = q + request * q_stride + head[:, None] * HEAD_DIM + column[None, :]
+    queries = tl.load(q_place, mask=q_mask, other=0.0)
+    best = tl.full((ROWS,), -1.0e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
+    # 32-bit offsets within a tile, added to a 64-bit scalar: half the registers.
+    tile_offset = in_tile[:, None] * (NUM_KV_HEADS * HEAD_DIM) + column[None, :]
+    # The block number is fetched one turn ahead. Were it fetched in the turn that needs it, Triton
+    # would spend its pipeline on that chain and keep a single K and V tile in flight.
+    table = block_tables + request * table_stride
+    next_block = tl.load(table + begin // BLOCK_TOKENS)
+    for start in range(begin, end, TILE):
+        block = next_block
+        next_block = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_TOKENS)
+        # int64 before the product: a large pool passes 2^31 elements.
+        slot = block.to(tl.int64) * BLOCK_TOKENS + start % BLOCK_TOKENS
+        base = slot * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
+        known = start + in_tile < end
+        mask = known[:, None] & (column < HEAD_DIM)[None, :]
+        keys = tl.load(k_cache + base + tile_offset, mask=mask, other=0.0)
+        # V is masked like K: a weight of 0 times an unwritten NaN would be NaN.
+        values = tl.load(v_cache + base + tile_offset, mask=mask, other=0.0)
+        score = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale
+        score = tl.where(known[None, :], score, -1.0e30)
+        new_best = tl.maximum(best, tl.max(score, axis=1))
+        shrink = tl.exp2(best - new_best)
+        weight = tl.exp2(score - new_best[:, None])
+        total = total * shrink + tl.sum(weight, axis=1)
+        mixed = mixed * shrink[:, None]
+        mixed += tl.dot(weight.to(values.dtype), values, input_precision="ieee")
+        best = new_best
+
+    # Only a request of length 0 has a total of 0; it gets zeros.
+    result = mixed / tl.maximum(total, 1.0e-30)[:, None]
+    out_row = request * (NUM_KV_HEADS * GROUP) + head
+    if IS_SPLIT:
+        out_row = out_row * num_splits + split
+        tl.store(log_sum + out_row, best + tl.log2(total), mask=row < GROUP)
+        tl.store(partial + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=q_mask)
+    else:
+        tl.store(out + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=q_mask)
+
+
+@jit(tables=("seq_lens",))
+def _combine_kernel(
+    partial: tl.tensor,
+    log_sum: tl.tensor,
+    seq_lens: tl.tensor,
+    out: tl.tensor,
+    NUM_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """One (request, query head): the splits' results, weighted by their softmax sums."""
+    request = tl.program_id(0).to(tl.int64)
+    row = request * NUM_HEADS + tl.program_id(1)
+    length = tl.load(seq_lens + request)
+    split = tl.arange(0, SPLITS)
+    column = tl.arange(0, COLUMNS)
+    # The splits that were left without tokens wrote nothing: their memory may hold NaN.
+    wrote = split * _share_of_split(length, SPLITS, TILE) < length
+    sums = tl.load(log_sum + row * SPLITS + split, mask=wrote, other=-1.0e30)
+    weight = tl.where(wrote, tl.exp2(sums - tl.max(sums, axis=0)), 0.0)
+    weight = weight / tl.maximum(tl.sum(weight, axis=0), 1.0e-30)
+    place = partial + (row * SPLITS + split[:, None]) * HEAD_DIM + column[None, :]
+    parts = tl.load(place, mask=wrote[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
+    result = tl.sum(parts * weight[:, None], axis=0)
+    tl.store(out + row * HEAD_DIM + column, result, mask=column < HEAD_DIM)

@@ -1,0 +1,64 @@
+"""Triton where it exists, and a clear refusal where it does not.
+
+Triton has wheels for Linux alone, yet every kernel file here must import on a laptop: its PyTorch
+reference runs there. So the kernel files take `tl` and `jit` from this one place. Without Triton,
+`jit` returns an object that raises ImportError when it is launched, never when it is defined.
+
+Under TRITON_INTERPRET=1 (set before Triton is first imported) the kernels run on CPU tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None
+
+__all__ = ["MissingKernel", "jit", "next_power_of_two", "num_processors", "tl"]
+
+
+class MissingKernel:
+    """Stands where a Triton kernel would, on a machine without Triton."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        """Raise ImportError: the launch syntax kernel[grid](...) starts here."""
+        raise ImportError(f"{self.name} needs Triton (Linux only); use the attention backend torch")
+
+
+def jit(counts: tuple[str, ...] = (), tables: tuple[str, ...] = ()) -> Callable[[Any], Any]:
+    """Return the decorator of a Triton kernel that a changing batch never recompiles.
+
+    Triton compiles anew when an integer becomes 1 or a multiple of 16 and when a pointer stops
+    being 16-byte aligned: a stall of seconds in the middle of serving. `counts` names the integer
+    arguments that change from step to step, `tables` the small tensors that may be views into one
+    packed input buffer.
+    """
+    if triton is None:
+        return lambda function: MissingKernel(function.__name__)
+    decorate: Callable[[Any], Any] = triton.jit(
+        do_not_specialize=list(counts), do_not_specialize_on_alignment=list(tables)
+    )
+    return decorate
+
+
+def next_power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least n (n >= 1): Triton's ranges need one."""
+    return 1 << (n - 1).bit_length()
+
+
+@functools.cache
+def num_processors(device: torch.device) -> int:
+    """Return how many programs a device truly runs at once; the interpreter counts as 4."""
+    if device.type != "cuda":
+        return 4
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -1,0 +1,226 @@
+"""The engine: requests in, updates out, with up to `depth` steps in flight.
+
+    add_request -> scheduler.add
+    step        -> scheduler.schedule -> call("step", wire) -> StepHandle   (until `depth` fly)
+                   oldest StepHandle.result() -> scheduler.update -> [RequestUpdate]
+
+Token ids only; text is the caller's. Not for use by several threads at once. When a step fails
+the engine is broken: that call and every later one raise the same error, and only close() is left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from random import Random
+from typing import Any
+
+from nanorunner.interrupt import DeferInterrupt
+from nanorunner.request import RequestUpdate, check_prompt, make_request
+from nanorunner.sampling_params import SamplingParams
+from nanorunner.scheduler import Scheduler
+from nanorunner.scheduler_stats import SchedulerStats
+from nanorunner.workers.messages import StepHandle
+
+LAST_REQUEST_ID = 2**31 - 1  # ids cross the wire as int32, then start again at 0
+
+
+class Engine:
+    """Runs requests to their end.
+
+    call(method, *args) runs a method on every rank and returns rank 0's value: a StepHandle for
+    "step". close() stops the ranks. seed is what requests without a seed draw theirs from.
+    defer_interrupt is the one that `call` uses, so that a second Ctrl-C gets through both.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        call: Callable[..., Any],
+        *,
+        vocab_size: int,
+        seed: int = 0,
+        close: Callable[[], None] = lambda: None,
+        defer_interrupt: DeferInterrupt | None = None,
+    ) -> None:
+        self.scheduler = scheduler
+        self._call = call
+        self._close = close
+        self._defer_interrupt = defer_interrupt or DeferInterrupt()
+        self._vocab_size = vocab_size
+        self._random = Random(seed)
+        self._next_id = 0
+        self._in_flight: deque[StepHandle] = deque()
+        self._stream_updates: dict[int, deque[RequestUpdate]] = {}  # of open streams, by request
+        self._other_updates: list[RequestUpdate] = []  # came while a stream was stepping
+        self._error: BaseException | None = None  # set once: the engine is broken or closed
+        self._is_closed = False
+
+    @property
+    def stats(self) -> SchedulerStats:
+        """What was scheduled so far."""
+        return self.scheduler.stats
+
+    def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        """Raise the ValueError that add_request would raise, and queue nothing."""
+        prompt = check_prompt(prompt_ids, self._vocab_size)
+        self.scheduler.check_prompt_fits(len(prompt))
+        for token_id in params.stop_token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ValueError(
+                    f"stop_token_ids: {token_id} is not in the vocabulary; "
+                    f"use 0 to {self._vocab_size - 1}"
+                )
+
+    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queue a request and return its id; ValueError, with nothing queued, if it cannot run."""
+        self._check_usable()
+        self.check_request(prompt_ids, params)
+        request_id = self._next_id
+        while self.scheduler.has_request(request_id):
+            request_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
+        self._next_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
+        # Drawn for every request, so that one with its own seed does not shift the others'.
+        default_seed = self._random.getrandbits(64)
+        prompt = check_prompt(prompt_ids, self._vocab_size)
+        self.scheduler.add(
+            make_request(request_id, prompt, params, default_seed, self.scheduler.max_model_len)
+        )
+        return request_id
+
+    def has_unfinished(self) -> bool:
+        """Whether step() has anything left to run, to read or to report."""
+        return bool(self.scheduler.roster.requests or self._in_flight or self._other_updates)
+
+    def step(self) -> list[RequestUpdate]:
+        """Fill the queue of steps, wait for the oldest and return what it brought.
+
+        The list may be empty. Ctrl-C waits for the end of the step, aborts every request and
+        raises KeyboardInterrupt with the engine usable; a second one breaks the engine.
+        """
+        updates, self._other_updates = self._other_updates, []
+        for update in self._step():
+            stream = self._stream_updates.get(update.request_id)
+            if stream is None:
+                updates.append(update)
+            else:
+                stream.append(update)
+        return updates
+
+    def stream(self, prompt_ids: Sequence[int], params: SamplingParams) -> Iterator[RequestUpdate]:
+        """Queue a request and yield its updates; leaving the iterator early aborts it.
+
+        Other requests go on meanwhile; their updates are kept for their own stream or step().
+        """
+        request_id = self.add_request(prompt_ids, params)
+        self._stream_updates[request_id] = deque()
+        return self._stream(request_id)
+
+    def _stream(self, request_id: int) -> Iterator[RequestUpdate]:
+        updates = self._stream_updates[request_id]
+        try:
+            while True:
+                while not updates:
+                    self._other_updates = self.step()
+                update = updates.popleft()
+                yield update
+                if update.finish_reason is not None:
+                    return
+        finally:
+            del self._stream_updates[request_id]
+            self.abort(request_id)
+
+    def abort(self, request_id: int) -> bool:
+        """End a request now; False if it has ended already. The ranks hear of it in the next step.
+
+        Only a stream reports it, with the reason "abort": everyone else knows.
+        """
+        return self._end(request_id, "abort")
+
+    def abort_all(self) -> None:
+        """End every request that waits or runs."""
+        for request_id in self.scheduler.request_ids():
+            self.abort(request_id)
+        self._other_updates = []
+
+    def finish(self, request_id: int, num_output_tokens: int, reason: str) -> bool:
+        """End a request whose caller found its end, say a stop string; False if it has ended.
+
+        The caller keeps num_output_tokens ids and gives `reason` as the finish reason; no update
+        follows, but in a stream.
+        """
+        request = self.scheduler.roster.requests.get(request_id)
+        if request is not None:
+            known = self.scheduler.num_output_tokens(request)
+            assert 0 <= num_output_tokens <= known, f"{num_output_tokens} of {known} ids kept"
+        return self._end(request_id, reason)
+
+    def close(self) -> None:
+        """Stop the ranks; a second call does nothing. Requests that were left have no end."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if self._error is None:
+            self._error = RuntimeError("this engine is closed; make a new one")
+        self._in_flight.clear()
+        self._close()
+
+    def _end(self, request_id: int, reason: str) -> bool:
+        # A step that broke half-way may have left the books so that nothing can be taken out.
+        if self._error is not None or not self.scheduler.end(request_id):
+            return False
+        if request_id in self._stream_updates:
+            self._stream_updates[request_id].append(RequestUpdate(request_id, [], reason))
+        return True
+
+    def _check_usable(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _step(self) -> list[RequestUpdate]:
+        self._check_usable()
+        try:
+            # The first Ctrl-C is raised where this block ends, with the books in order.
+            with self._defer_interrupt:
+                try:
+                    updates = self._advance()
+                except BaseException as error:
+                    self._break(error)
+                    raise
+        except KeyboardInterrupt:
+            self.abort_all()
+            raise
+        return updates
+
+    def _advance(self) -> list[RequestUpdate]:
+        scheduler = self.scheduler
+        while len(self._in_flight) < scheduler.depth:
+            step = scheduler.schedule()
+            if step is None:
+                break
+            try:
+                handle = self._call("step", step.step_input.to_wire())
+            except BaseException:
+                # Nobody may hit a prefix that was never written.
+                scheduler.withdraw(step)
+                raise
+            self._in_flight.append(handle)
+        updates = scheduler.take_failed()
+        if self._in_flight:
+            updates += scheduler.update(self._in_flight.popleft().result())
+        elif not updates and scheduler.roster.requests:
+            raise RuntimeError(
+                f"the scheduler is stuck: {scheduler.num_waiting} requests wait, "
+                f"{scheduler.num_running} run, and no step can be made"
+            )
+        return updates
+
+    def _break(self, error: BaseException) -> None:
+        """Remember why this engine can do no further step."""
+        self._in_flight.clear()
+        if isinstance(error, Exception):
+            self._error = error
+        else:
+            self._error = RuntimeError(
+                f"a step was stopped half-way ({type(error).__name__}); make a new engine"
+            )

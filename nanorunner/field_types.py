@@ -1,0 +1,38 @@
+"""Check a settings dataclass against its own annotations, in words for a person.
+
+Python does not: a max_tokens of 1.5 or a tp of "2" would get far before it fails.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+_ACCEPTS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "bool": (bool,),
+    "float": (float, int),
+    "int | None": (int, type(None)),
+    "float | None": (float, int, type(None)),
+}
+_ITEMS: dict[str, type] = {"tuple[str, ...]": str, "tuple[int, ...]": int}
+
+
+def check_types(settings: Any) -> None:
+    """Raise ValueError for the first field whose value is not of its annotated type."""
+    for field in fields(settings):
+        value, wanted = getattr(settings, field.name), str(field.type)
+        if not _fits(value, wanted):
+            name = wanted.split(" |")[0]
+            raise ValueError(f"{field.name} {value!r}: is {type(value).__name__}, use {name}")
+
+
+def _fits(value: Any, wanted: str) -> bool:
+    if wanted in _ITEMS:
+        item = _ITEMS[wanted]
+        return isinstance(value, tuple) and all(type(entry) is item for entry in value)
+    # bool is an int to Python, but tp=True is a slip
+    if isinstance(value, bool) and wanted != "bool":
+        return False
+    return isinstance(value, _ACCEPTS[wanted])

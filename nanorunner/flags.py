@@ -1,0 +1,144 @@
+"""The command line's flags, made from the fields of Config and SamplingParams.
+
+Nothing here imports torch, so `--help` and a misspelt flag answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import fields
+from typing import Any, NoReturn
+
+from nanorunner.config import CHOICES, Config
+from nanorunner.did_you_mean import did_you_mean
+from nanorunner.sampling_params import SamplingParams
+from nanorunner.token_count import parse_count
+
+ENGINE_HELP = {
+    "model": "Hugging Face folder, hub id or preset (default: the embedded SmolLM2-135M-Instruct)",
+    "tp": "processes that the model is split over (default 1)",
+    "runner": "which runner works on the ranks",
+    "device": "where to run",
+    "dtype": "of weights and arithmetic",
+    "load_format": "dummy: random weights, nothing downloaded",
+    "attention_backend": "who computes attention",
+    "enforce_eager": "capture no CUDA graphs",
+    "skip_tokenizer_init": "token ids in, token ids out",
+    "max_num_seqs": "most requests in one step (default 256)",
+    "max_num_batched_tokens": "most tokens in one step (default 8192)",
+    "max_model_len": "most tokens of one request, prompt and completion (default: the model's, "
+    "at most 4096)",
+    "gpu_memory_utilization": "this instance's share of each GPU's memory (default 0.9)",
+    "kv_cache_gib": "KV cache of each rank (default: what is left on a GPU; 1 on a CPU)",
+    "num_blocks": "KV cache of each rank in blocks of 256 tokens",
+    "prefix_cache": "share the KV of equal beginnings (default on)",
+    "async_depth": "steps in flight; runner v1 does one at a time",
+    "seed": "of every random draw (default 0)",
+    "step_timeout_s": "longest wait for one step (default 300)",
+    "start_timeout_s": "longest wait for the ranks to start (default 600)",
+}
+SAMPLING_HELP = {
+    "max_tokens": "most ids to generate for a prompt (default 256)",
+    "min_tokens": "ignore every stop before this many (default 0)",
+    "temperature": "0 is greedy (default 0)",
+    "top_k": "keep the k likeliest ids; 0 is off (default)",
+    "top_p": "keep the likeliest ids up to this probability; 1 is off (default)",
+    "ignore_eos": "go on after the model's end of text",
+}
+DEFAULT_MAX_TOKENS = 256
+COUNTS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "max_tokens")
+SHORT = {"tp": "--tensor-parallel-size", "step_timeout_s": "--step-timeout"}
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one clear line per refusal, and the closest name of an unknown flag."""
+
+    def __init__(self, **settings: Any) -> None:
+        settings.setdefault("allow_abbrev", False)  # --temp must not pass for --temperature
+        super().__init__(**settings)
+
+    def error(self, message: str) -> NoReturn:
+        """Print the refusal alone, without the page of usage, and exit with 2."""
+        self.exit(2, f"nanorunner: {message}\n")
+
+    def parse(self, argv: list[str]) -> argparse.Namespace:
+        """Return the flags; exit with 2 for an unknown one."""
+        arguments, unknown = self.parse_known_args(argv)
+        for word in unknown:
+            if not word.startswith("-"):
+                self.error(f"unexpected {word!r}; give a prompt as --prompt {word!r}")
+            name = word.split("=")[0]
+            self.error(f"unknown flag {name}; {did_you_mean(name, self.long_flags())}")
+        return arguments
+
+    def long_flags(self) -> list[str]:
+        """Return every flag that starts with two dashes."""
+        return [flag for flag in self._option_string_actions if flag.startswith("--")]
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Add a flag for every field of Config; one left out keeps the field's own default."""
+    group = parser.add_argument_group("engine")
+    for field in fields(Config):
+        help_text = ENGINE_HELP[field.name]
+        if field.name in CHOICES:
+            help_text += ": " + ", ".join(CHOICES[field.name])
+        _add(group, field.name, str(field.type), help_text)
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of SamplingParams; --seed is the engine's."""
+    group = parser.add_argument_group("sampling")
+    kinds = {field.name: str(field.type) for field in fields(SamplingParams)}
+    for name, help_text in SAMPLING_HELP.items():
+        _add(group, name, kinds[name], help_text)
+    group.add_argument(
+        "--stop", action="append", metavar="TEXT", help="end before this text; repeat for several"
+    )
+    group.add_argument(
+        "--stop-token-id",
+        action="append",
+        type=int,
+        metavar="ID",
+        help="end after this id; repeat for several",
+    )
+
+
+def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the Config fields that were given."""
+    names = (field.name for field in fields(Config))
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
+    """Return the SamplingParams that the flags ask for; ValueError for what no sampler can do."""
+    given = {name: getattr(arguments, name) for name in SAMPLING_HELP if hasattr(arguments, name)}
+    return SamplingParams(
+        **{"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS, **given},
+        stop=tuple(arguments.stop or ()),
+        stop_token_ids=tuple(arguments.stop_token_id or ()),
+    )
+
+
+def _add(group: argparse._ArgumentGroup, name: str, kind: str, help_text: str) -> None:
+    flags = ["--" + name.replace("_", "-"), *([SHORT[name]] if name in SHORT else [])]
+    settings: dict[str, Any] = {"dest": name, "default": argparse.SUPPRESS, "help": help_text}
+    if kind == "bool":
+        action: Any = "store_true"
+        if getattr(Config, name, False):  # on by default: --no-NAME switches it off
+            action = argparse.BooleanOptionalAction
+        group.add_argument(*flags, action=action, **settings)
+        return
+    convert: Any = {"int": int, "float": float, "str": str}[kind.split(" |")[0]]
+    if name in COUNTS:
+        convert = _count
+    metavar = {"int": "N", "float": "X", "str": "NAME"}[kind.split(" |")[0]]
+    group.add_argument(*flags, type=convert, metavar=metavar, **settings)
+
+
+def _count(text: str) -> int:
+    """parse_count with argparse's error, so that the line names the flag."""
+    try:
+        return parse_count(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

@@ -1,0 +1,114 @@
+"""Requests from a pipe: one line in, one line out, in the same order.
+
+    in   {"prompt": "Hello", "max_tokens": 8}    {"messages": [...]}    {"prompt_token_ids": [...]}
+         or a line of plain text
+    out  {"index": 0, "text": "...", "token_ids": [...], "finish_reason": "stop", ...}
+         {"index": 1, "error": "what is wrong and what to do"}
+
+A line that cannot be served becomes a row with an error; the others go on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from nanorunner.did_you_mean import did_you_mean
+from nanorunner.field_types import check_types
+from nanorunner.outputs import RequestOutput
+from nanorunner.sampling_params import SamplingParams
+
+PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
+SAMPLING_KEYS = tuple(field.name for field in fields(SamplingParams))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of input: what to complete, or why it cannot be read."""
+
+    index: int  # counts the lines that are not blank, from 0
+    id: Any = None  # the user's own, handed back as it came
+    prompt: Any = None  # text
+    messages: Any = None
+    prompt_token_ids: Any = None
+    params: SamplingParams | None = None
+    error: str = ""
+
+
+def read_rows(lines: Iterable[bytes], defaults: SamplingParams) -> list[Row]:
+    """Return a Row for every line that is not blank; params start from `defaults`."""
+    rows: list[Row] = []
+    for line in lines:
+        if line.strip():
+            rows.append(_read_row(len(rows), line, defaults))
+    return rows
+
+
+def result_row(row: Row, output: RequestOutput) -> str:
+    """Return the JSON line of a finished request."""
+    completion = output.outputs[0]
+    return _dump(
+        row,
+        text=completion.text,
+        token_ids=completion.token_ids,
+        finish_reason=completion.finish_reason,
+        num_prompt_tokens=len(output.prompt_token_ids),
+    )
+
+
+def error_row(row: Row, error: str) -> str:
+    """Return the JSON line of a request that failed."""
+    return _dump(row, error=error)
+
+
+def _dump(row: Row, **values: Any) -> str:
+    own = {} if row.id is None else {"id": row.id}
+    return json.dumps({"index": row.index, **own, **values}, ensure_ascii=False)
+
+
+def _read_row(index: int, line: bytes, defaults: SamplingParams) -> Row:
+    entry: Any = None
+    try:
+        entry = _parse(line)
+        return _row(index, entry, defaults)
+    except (ValueError, TypeError) as error:
+        own = entry.get("id") if isinstance(entry, dict) else None
+        return Row(index=index, id=own, error=str(error))
+
+
+def _parse(line: bytes) -> dict[str, Any]:
+    try:
+        text = line.decode("utf-8").strip()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 at byte {error.start}; write the line in UTF-8") from None
+    if text[0] not in '{"[':
+        return {"prompt": text}
+    try:
+        entry = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    if isinstance(entry, str):
+        return {"prompt": entry}
+    if not isinstance(entry, dict):
+        raise ValueError('a JSON list is not a request; write {"prompt": "..."}')
+    return entry
+
+
+def _row(index: int, entry: dict[str, Any], defaults: SamplingParams) -> Row:
+    known = {*PROMPT_KEYS, *SAMPLING_KEYS, "id"}
+    for key in entry:
+        if key not in known:
+            raise ValueError(f"unknown key {key!r}; {did_you_mean(key, known)}")
+    given = [key for key in PROMPT_KEYS if key in entry]
+    if len(given) != 1:
+        raise ValueError(f"{' and '.join(given) or 'no prompt'}: give one of {PROMPT_KEYS}")
+    kind = given[0]
+    if kind == "prompt" and not isinstance(entry[kind], str):
+        raise ValueError(f"prompt: is {type(entry[kind]).__name__}, use a string")
+    settings = {key: entry[key] for key in SAMPLING_KEYS if key in entry}
+    params = replace(defaults, **settings)
+    check_types(params)
+    own: dict[str, Any] = {kind: entry[kind]}
+    return Row(index=index, id=entry.get("id"), params=params, **own)

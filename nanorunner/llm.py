@@ -1,0 +1,229 @@
+"""The library's front door: LLM.generate and LLM.chat, in the names that vLLM's users know.
+
+    prompts -> token ids -> Engine.add_request ... Engine.step -> Answer -> RequestOutput
+
+Everything a person can get wrong is refused before the first prompt is queued, so a bad prompt in
+a list of a thousand costs no computed token. Not for use by several threads at once.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from nanorunner.answer import Answer
+from nanorunner.build import build_engine
+from nanorunner.config import Config, make_config
+from nanorunner.outputs import RequestOutput
+from nanorunner.prompts import Prompt, read_messages, read_params, read_prompts
+from nanorunner.resolve import Resolved, resolve
+from nanorunner.sampling_params import SamplingParams
+from nanorunner.tokenizer import Tokenizer, load_tokenizer
+
+logger = logging.getLogger("nanorunner")
+
+
+class LLM:
+    """A model on tp processes that answers lists of prompts; close it, or use `with`.
+
+    LLM() is the embedded SmolLM2-135M-Instruct. Settings are the fields of Config, with vLLM's
+    names allowed (tensor_parallel_size). Raises ValueError for a setting that cannot work, before
+    any process starts.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] = "", **settings: Any) -> None:
+        self._open(make_config({"model": os.fspath(model), **settings}))
+
+    @classmethod
+    def from_config(cls, config: Config) -> LLM:
+        """Return the engine of a Config that is already there; errors as in LLM()."""
+        llm = cls.__new__(cls)
+        llm._open(config)
+        return llm
+
+    def _open(self, config: Config) -> None:
+        self.resolved: Resolved = resolve(config)
+        for note in self.resolved.notes:
+            logger.info("%s", note)
+        # before the engine: a tokenizer that does not load should not cost a start
+        self.tokenizer = _load_tokenizer(self.resolved)
+        eos_ids = frozenset() if self.tokenizer is None else self.tokenizer.eos_ids
+        self.engine = build_engine(self.resolved, eos_ids)
+        self._answers: dict[int, Answer] = {}  # every request that is queued, by id
+        # also at the interpreter's exit, for a program that never closes
+        self._closer = weakref.finalize(self, self.engine.close)
+
+    def generate(
+        self,
+        prompts: str | Sequence[Any] | Mapping[str, Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return one output for each prompt, in the prompts' order.
+
+        Text is completed as it stands, without the chat template. Raises ValueError with nothing
+        queued when any prompt or its params cannot be served.
+        """
+        parts = read_prompts(prompts)
+        return self._complete(self._prepare(parts, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Return the model's answers to one conversation, or to a list of them.
+
+        A conversation is [{"role": "user", "content": "..."}, ...]. Raises ValueError as
+        generate() does, and when the model has no chat template.
+        """
+        several = bool(messages) and isinstance(messages[0], Sequence)
+        conversations = messages if several else [messages]
+        parts = [
+            Prompt(None, self.chat_ids(conversation, f"messages[{index}]" if several else ""))
+            for index, conversation in enumerate(conversations)
+        ]
+        return self._complete(self._prepare(parts, sampling_params), use_tqdm)
+
+    def chat_ids(self, messages: Any, where: str = "") -> list[int]:
+        """Return a conversation's token ids, ready for the model's answer."""
+        conversation = read_messages(messages, where or "messages")
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer; this engine works on token ids alone")
+        return self.tokenizer.chat_ids(conversation)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether chat() works with this model."""
+        return self.tokenizer is not None and self.tokenizer.has_chat_template
+
+    def prepare(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """Return a prompt as an Answer that can be queued; ValueError when it cannot be served."""
+        if self.tokenizer is None:
+            if prompt.token_ids is None:
+                raise ValueError(
+                    "a text prompt needs a tokenizer, and this engine has none; "
+                    'give {"prompt_token_ids": [...]}'
+                )
+            if params.stop:
+                raise ValueError(
+                    f"stop {params.stop[0]!r}: stop strings need a tokenizer, and this engine has "
+                    f"none; use stop_token_ids"
+                )
+        ids = prompt.token_ids
+        if ids is None:
+            assert self.tokenizer is not None, "text without a tokenizer is refused above"
+            assert prompt.text is not None, "a prompt is text or ids"
+            ids = self.tokenizer.encode(prompt.text)
+        self.engine.check_request(ids, params)
+        return Answer(prompt.text, ids, params, self.tokenizer)
+
+    def run(self, answers: Sequence[Answer]) -> Iterator[Answer]:
+        """Queue the answers and yield each whenever it has news; finished ones for the last time.
+
+        When the caller stops early (an exception, Ctrl-C, a closed iterator), those unfinished
+        are aborted and the engine stays usable. Other requests are served along the way.
+        """
+        try:
+            for answer in answers:
+                answer.request_id = self.engine.add_request(answer.prompt_ids, answer.params)
+                self._answers[answer.request_id] = answer
+            running = list(answers)
+            while running:
+                self._step()
+                for answer in running:
+                    if answer.has_news:
+                        answer.has_news = False
+                        yield answer
+                running = [answer for answer in running if answer.finish_reason is None]
+        finally:
+            self._abort(answers)
+
+    def stream(self, prompt: Any, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Yield one prompt's completion piece by piece as it comes."""
+        part, params = read_prompts(prompt), read_params(sampling_params, 1)
+        if len(part) != 1:
+            raise ValueError(f"stream: {len(part)} prompts given; it takes one")
+        for answer in self.run([self.prepare(part[0], params[0])]):
+            text = answer.take_text()
+            if text:
+                yield text
+
+    def close(self) -> None:
+        """Stop every rank and free what they hold; a second call does nothing."""
+        self._closer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _prepare(self, prompts: list[Prompt], sampling_params: Any) -> list[Answer]:
+        if not self._closer.alive:
+            raise RuntimeError("this LLM is closed; make a new one")
+        params = read_params(sampling_params, len(prompts))
+        answers = []
+        for index, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                answers.append(self.prepare(prompt, its_params))
+            except ValueError as error:
+                where = f"prompts[{index}]: " if len(prompts) > 1 else ""
+                raise ValueError(f"{where}{error}") from None
+        return answers
+
+    def _complete(self, answers: list[Answer], use_tqdm: bool) -> list[RequestOutput]:
+        num_tokens = 0
+        # disable=None: no bar where stderr is not a terminal
+        disable = None if use_tqdm else True
+        with tqdm(total=len(answers), desc="Generating", unit="prompt", disable=disable) as bar:
+            for answer in self.run(answers):
+                if answer.finish_reason is not None:
+                    num_tokens += len(answer.token_ids)
+                    seconds = max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"{num_tokens / seconds:.1f} tokens/s", refresh=False)
+                    bar.update()
+        return [answer.output() for answer in answers]
+
+    def _step(self) -> None:
+        """Run one step and hand each update to its answer, whoever waits for it."""
+        for update in self.engine.step():
+            answer = self._answers[update.request_id]
+            num_kept = answer.add(update.new_ids, update.finish_reason)
+            if num_kept is not None and update.finish_reason is None:
+                self.engine.finish(update.request_id, num_kept, "stop")
+            if answer.finish_reason is not None:
+                del self._answers[update.request_id]
+
+    def _abort(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            if self._answers.pop(answer.request_id, None) is not None:
+                self.engine.abort(answer.request_id)
+
+
+def _load_tokenizer(resolved: Resolved) -> Tokenizer | None:
+    if resolved.config.skip_tokenizer_init:
+        return None
+    if resolved.source.has_tokenizer:
+        return load_tokenizer(resolved.source.folder)
+    if resolved.source.load_format == "dummy":
+        logger.info("no tokenizer: token ids in, token ids out")
+        return None
+    raise ValueError(
+        f"model {resolved.source.name}: no tokenizer.json in {resolved.source.folder}; add it, or "
+        f"use skip_tokenizer_init for token ids in and out"
+    )

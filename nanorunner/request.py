@@ -1,0 +1,97 @@
+"""One request on rank 0: what the user asked for, and what comes back of it step by step.
+
+A request's token ids live in one place at a time: in `Request.token_ids` while it waits, in its
+row of the running table while it runs. Its length is always the length of that one place.
+
+    waiting --admitted--> running --stop, length, abort, error--> gone
+       ^                     |
+       +----- preempted -----+   (blocks given back, all its tokens computed again later)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from nanorunner.sampling_params import SamplingParams
+from nanorunner.workers.messages import Int32, SamplingSettings
+
+NO_ROW = -1
+
+
+class RequestUpdate(NamedTuple):
+    """What one engine step brought for one request."""
+
+    request_id: int
+    new_ids: list[int]  # a stopping id is included; the text layer hides it
+    finish_reason: str | None  # None goes on; "stop", "length", "abort" or "error: ..."
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """A request that has not ended; owned by the scheduler, never sent to a rank."""
+
+    request_id: int
+    token_ids: Int32  # all known ids while it waits; empty while it has a row
+    prompt_len: int  # ids that the user gave
+    limit: int  # most ids, prompt and output together
+    min_len: int  # ids are not searched for stops before this length
+    ignore_eos: bool
+    stop_token_ids: frozenset[int]
+    sampling: SamplingSettings
+    row: int = NO_ROW
+    blocks: list[int] = field(default_factory=list)  # KV blocks of positions 0 and up
+    digests: list[bytes] = field(default_factory=list)  # of its full blocks, made once each
+
+
+def make_request(
+    request_id: int,
+    prompt_ids: Int32,
+    params: SamplingParams,
+    default_seed: int,
+    max_model_len: int,
+) -> Request:
+    """Return a waiting Request; `default_seed` is used where the user gave none."""
+    prompt_len = len(prompt_ids)
+    return Request(
+        request_id=request_id,
+        token_ids=prompt_ids,
+        prompt_len=prompt_len,
+        limit=min(prompt_len + params.max_tokens, max_model_len),
+        min_len=prompt_len + params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=frozenset(params.stop_token_ids),
+        sampling=SamplingSettings(
+            temperature=params.temperature,
+            top_k=max(params.top_k, 0),
+            top_p=params.top_p,
+            seed=_signed_64_bits(default_seed if params.seed is None else params.seed),
+        ),
+    )
+
+
+def check_prompt(prompt_ids: object, vocab_size: int) -> Int32:
+    """Return the prompt as int32 ids [prompt_len]; ValueError says which id is wrong and why."""
+    ids = np.asarray(prompt_ids)
+    if ids.size == 0:
+        raise ValueError("prompt: it has no token ids; give at least one")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"prompt: token ids must be a flat list of integers, not {ids.dtype} of "
+            f"shape {list(ids.shape)}"
+        )
+    wrong = np.flatnonzero((ids < 0) | (ids >= vocab_size))
+    if wrong.size:
+        at = int(wrong[0])
+        raise ValueError(
+            f"prompt: token id {ids[at]} at position {at} is not in the vocabulary; "
+            f"use 0 to {vocab_size - 1}"
+        )
+    return ids.astype(np.int32)
+
+
+def _signed_64_bits(seed: int) -> int:
+    """Return the seed's low 64 bits as the signed number that fits an int64 tensor."""
+    return (seed + 2**63) % 2**64 - 2**63

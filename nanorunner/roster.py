@@ -1,0 +1,163 @@
+"""Every request that has not ended, and what it holds: its place in the queue, its row, its blocks.
+
+    waiting     no row, no blocks; in the order in which they will start
+    prefilling  a row, blocks for all its known ids; some of them are not computed yet
+    decoding    a row; takes one token in each step
+    leaving     has a row and blocks, but takes no further step: it has ended, or its last id is
+                in flight. Both return when the last step that contains it has been read.
+
+The scheduler decides who moves; this file keeps rows, blocks and published prefixes true.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+
+from nanorunner.block_manager import BlockManager
+from nanorunner.prefix_cache import extend_digests
+from nanorunner.request import NO_ROW, Request
+from nanorunner.running_table import Rows, RunningTable
+
+NO_ROWS: Rows = np.empty(0, dtype=np.int64)
+
+
+class Roster:
+    """The books of one scheduler, on rank 0's host."""
+
+    def __init__(self, table: RunningTable, blocks: BlockManager, prefix_cache: bool) -> None:
+        self.table = table
+        self.blocks = blocks
+        self.block_size = table.block_size
+        self.has_prefix_cache = prefix_cache
+        self.requests: dict[int, Request] = {}  # all but those that have ended
+        self.waiting: OrderedDict[int, Request] = OrderedDict()
+        self.prefilling: list[int] = []
+        self.decoding: Rows = NO_ROWS  # replaced, never changed in place: steps in flight keep it
+        self.removed: list[int] = []  # request ids that the ranks must still be told to drop
+
+    def running(self) -> Rows:
+        """The rows of all requests that take further steps."""
+        rows: Rows = np.concatenate((self.decoding, self.prefilling)).astype(np.int64)
+        return rows
+
+    def add(self, request: Request) -> None:
+        """Put a new request at the end of the queue."""
+        self.requests[request.request_id] = request
+        self.waiting[request.request_id] = request
+
+    def match(self, request: Request) -> tuple[list[int], bytes | None]:
+        """Return the cached blocks of a waiting request's prefix, and the next block's digest.
+
+        The digest is None when no further block could be hit.
+        """
+        if not self.has_prefix_cache:
+            return [], None
+        length, size = len(request.token_ids), self.block_size
+        extend_digests(request.digests, request.token_ids, length // size, size)
+        # At least one token must be computed: its logits are what the request samples from.
+        most = (length - 1) // size
+        hits = self.blocks.prefix_cache.match(request.digests, most)
+        return hits, request.digests[len(hits)] if len(hits) < most else None
+
+    def start(self, request: Request, hits: list[int]) -> int:
+        """Give a waiting request blocks for all its known ids and a row; return the row."""
+        needed = self.num_blocks_for(len(request.token_ids)) - len(hits)
+        # Hits first: take() may otherwise hand out the very blocks that were hit.
+        self.blocks.share(hits)
+        request.blocks = hits + self.blocks.take(needed)
+        del self.waiting[request.request_id]
+        return self.table.occupy(request, len(hits) * self.block_size)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold so many positions."""
+        return -(-num_tokens // self.block_size)
+
+    def grow(self, row: int) -> tuple[int, bytes]:
+        """Give the row one more block; return its request's id and the packed block id."""
+        request = self.table.request(row)
+        block = self.blocks.take(1)
+        request.blocks += block
+        self.table.block_end[row] += self.block_size
+        return request.request_id, np.array(block, dtype=np.int32).tobytes()
+
+    def publish_ready(self, rows: Rows) -> list[int]:
+        """Publish, and return, these rows' blocks that are full, enqueued and of known ids."""
+        if not self.has_prefix_cache:
+            return []
+        table, size = self.table, self.block_size
+        settled = np.minimum(table.known[rows], table.computed[rows])
+        published: list[int] = []
+        for row in rows[settled >= table.publish_end[rows]].tolist():
+            request = table.request(row)
+            first = int(table.publish_end[row]) // size - 1
+            full = int(min(table.known[row], table.computed[row])) // size
+            extend_digests(request.digests, table.ids(row), full, size)
+            for index in range(first, full):
+                block = request.blocks[index]
+                if self.blocks.prefix_cache.publish(block, request.digests[index]):
+                    published.append(block)
+            table.publish_end[row] = (full + 1) * size
+        return published
+
+    def end(self, request: Request) -> None:
+        """Take a request out; its row and blocks stay while a step in flight reads them.
+
+        The caller drops it from decoding and prefilling with forget_ended(), once for many.
+        """
+        del self.requests[request.request_id]
+        row = request.row
+        if row == NO_ROW:
+            del self.waiting[request.request_id]
+            return
+        self.removed.append(request.request_id)
+        self.table.alive[row] = False
+        if self.table.unread[row] == 0:
+            self._release(row)
+
+    def preempt(self, row: int) -> None:
+        """Send a running request to the head of the queue; it computes all again later."""
+        request = self.table.request(row)
+        request.token_ids = self.table.ids(row).copy()
+        self.removed.append(request.request_id)
+        self._release(row)
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
+
+    def forget_ended(self) -> None:
+        """Drop the rows that are not alive from decoding and prefilling."""
+        alive = self.table.alive
+        keep = alive[self.decoding]
+        if not keep.all():
+            self.decoding = self.decoding[keep]
+        if self.prefilling:
+            self.prefilling = [row for row in self.prefilling if alive[row]]
+
+    def release_read(self, rows: Rows) -> None:
+        """Release those of a read step's rows that have ended and that no other step contains."""
+        table = self.table
+        is_gone = ~table.alive[rows] & (table.unread[rows] == 0) & (table.request_id[rows] >= 0)
+        for row in rows[is_gone].tolist():
+            self._release(row)
+
+    def _release(self, row: int) -> None:
+        request = self.table.vacate(row)
+        self.blocks.release(request.blocks)
+        request.blocks = []
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every row and block is held by exactly its owners."""
+        table = self.table
+        held = [request for request in table.requests if request is not None]
+        assert len(held) + table.num_free == table.num_rows, "a row is lost"
+        self.blocks.check_integrity([request.blocks for request in held])
+        going = self.running().tolist()
+        assert len(set(going)) == len(going), "a row is both decoding and prefilling"
+        assert all(table.alive[row] for row in going), "a row that has ended goes on"
+        for request in held:
+            row = request.row
+            assert table.requests[row] is request, f"row {row} is another request's"
+            has_ended = request.request_id not in self.requests
+            assert bool(table.alive[row]) != has_ended, f"row {row} ended, or has not"
+            assert row in going or table.unread[row] > 0, f"row {row} is held for nothing"

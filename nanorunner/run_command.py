@@ -1,0 +1,171 @@
+"""`nanorunner run`: from flags to completions, by prompt, by pipe or in a chat shell.
+
+Every way in becomes a list of jsonl.Row; every row ends as a result or as an error of its own, and
+one bad row never takes the others with it.
+"""
+
+from __future__ import annotations
+
+import sys
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from nanorunner.config import Config, make_config
+from nanorunner.exit_codes import OK, RANK_DIED, REFUSED, REQUEST_FAILED
+from nanorunner.flags import engine_settings, sampling_params
+from nanorunner.jsonl import Row, error_row, read_rows, result_row
+from nanorunner.prompts import Prompt
+from nanorunner.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanorunner.answer import Answer
+    from nanorunner.llm import LLM
+
+
+def run(arguments: Namespace) -> int:
+    """Answer what the flags ask for and return the exit code."""
+    try:
+        config = make_config(engine_settings(arguments))
+        params = sampling_params(arguments)
+        rows = _rows(arguments, params)
+        if rows is not None and not any(not row.error for row in rows):
+            return _answer_no_row(rows, arguments)
+        llm = _start(config)
+    except (ValueError, OSError, ImportError) as error:
+        print(f"nanorunner: {error}", file=sys.stderr)
+        return REFUSED
+    from nanorunner.errors import RankDied
+
+    try:
+        with llm:
+            if rows is None:
+                from nanorunner.chat import chat
+
+                return chat(llm, params, arguments.system, arguments.raw)
+            return _answer(llm, rows, arguments)
+    except RankDied as error:
+        print(f"nanorunner: {error}", file=sys.stderr)
+        return RANK_DIED
+
+
+def _start(config: Config) -> LLM:
+    """Return the running engine. Imports torch, which takes seconds: after all cheap checks."""
+    from nanorunner.llm import LLM
+
+    return LLM.from_config(config)
+
+
+def _rows(arguments: Namespace, params: SamplingParams) -> list[Row] | None:
+    """Return what to complete; None for a chat with whoever sits at the terminal."""
+    if arguments.prompt:
+        for text in arguments.prompt:
+            if not text:
+                raise ValueError("--prompt: an empty prompt; write some text")
+        return [
+            Row(index=index, prompt=text, params=params)
+            for index, text in enumerate(arguments.prompt)
+        ]
+    if sys.stdin.isatty():
+        return None
+    return read_rows(sys.stdin.buffer, params)
+
+
+def _answer_no_row(rows: list[Row], arguments: Namespace) -> int:
+    """Say why there is nothing to run, without starting an engine for it."""
+    if not rows:
+        print("nanorunner: stdin is empty; give --prompt, or one request a line", file=sys.stderr)
+        return OK
+    for row in rows:
+        print(error_row(row, row.error))
+    return REQUEST_FAILED
+
+
+def _answer(llm: LLM, rows: list[Row], arguments: Namespace) -> int:
+    """Run the rows together; print each in order as soon as it and those before it are done."""
+    writer = _Writer(rows, as_json=arguments.json or not arguments.prompt)
+    answers: dict[int, Answer] = {}
+    for row in rows:
+        try:
+            if row.error:
+                raise ValueError(row.error)
+            answers[row.index] = prepare(llm, row, arguments.system, arguments.raw)
+        except ValueError as error:
+            writer.fail(row, str(error))
+    index_of = {id(answer): index for index, answer in answers.items()}
+    try:
+        for answer in llm.run(list(answers.values())):
+            writer.take(rows[index_of[id(answer)]], answer)
+    except Exception as error:
+        # whatever ended the engine: each unfinished row says so in its place, then it goes up
+        for row in rows:
+            writer.fail(row, str(error))
+        raise
+    return REQUEST_FAILED if writer.num_failed else OK
+
+
+def prepare(llm: LLM, row: Row, system: str | None, raw: bool) -> Answer:
+    """Return a row as an Answer; ValueError when it cannot be served.
+
+    Text goes through the model's chat template where it has one, unless `raw`; token ids never do.
+    """
+    assert row.params is not None, "a row without an error has params"
+    if row.prompt_token_ids is not None:
+        return llm.prepare(Prompt(None, row.prompt_token_ids), row.params)
+    if row.messages is not None:
+        return llm.prepare(Prompt(None, llm.chat_ids(row.messages)), row.params)
+    if not row.prompt:
+        raise ValueError("prompt: it is empty; write some text")
+    if raw or not llm.has_chat_template:
+        if system is not None:
+            raise ValueError("--system: needs a chat template; leave out --raw, or use --prompt")
+        return llm.prepare(Prompt(row.prompt, None), row.params)
+    messages = [{"role": "user", "content": row.prompt}]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    answer = llm.prepare(Prompt(None, llm.chat_ids(messages)), row.params)
+    answer.prompt = row.prompt
+    return answer
+
+
+class _Writer:
+    """stdout in the rows' order, however they finish; text streams when there is one row."""
+
+    def __init__(self, rows: list[Row], as_json: bool) -> None:
+        self.num_failed = 0
+        self._rows = rows
+        self._as_json = as_json
+        self._streams = len(rows) == 1 and not as_json
+        self._done: dict[int, str] = {}  # finished, by index, until those before are printed
+        self._next = 0  # the first index that is not printed yet
+        self._over: set[int] = set()
+
+    def take(self, row: Row, answer: Answer) -> None:
+        """Take an answer's news; print what is complete."""
+        if self._streams:
+            print(answer.take_text(), end="", flush=True)
+        if answer.finish_reason is None:
+            return
+        if answer.finish_reason.startswith("error"):
+            self.fail(row, answer.finish_reason)
+            return
+        output = answer.output()
+        text = "" if self._streams else output.text
+        self._finish(row, result_row(row, output) if self._as_json else text)
+
+    def fail(self, row: Row, error: str) -> None:
+        """Record that a row failed, unless it is over already."""
+        if row.index in self._over:
+            return
+        self.num_failed += 1
+        if self._as_json:
+            self._finish(row, error_row(row, error))
+        else:
+            print(f"nanorunner: prompt {row.index}: {error}", file=sys.stderr)
+            self._finish(row, None)
+
+    def _finish(self, row: Row, line: str | None) -> None:
+        self._over.add(row.index)
+        self._done[row.index] = "" if line is None else line + "\n"
+        while self._next in self._done:
+            print(self._done.pop(self._next), end="", flush=True)
+            self._next += 1

@@ -1,0 +1,103 @@
+"""The requests that hold KV blocks, one row each, as numpy columns.
+
+A steady decode step of 256 requests must cost microseconds on rank 0, so what every step reads of
+every request is a column, and a step is a few vector operations over the rows in its batch.
+
+    row   request_id  known  computed  limit  block_end  publish_end  min_len  unread  alive ...
+     0            17    300       299    812        512          512      300       1   True
+     1            -1      (free)
+
+known     ids the host has; the row's ids are token_ids[row, :known]
+computed  positions whose KV is written by a step that has been enqueued
+          decoding: computed == known + samples in flight - 1; prefilling: computed < known
+A row is reused only when no step that contains it is unread.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from nanorunner.request import NO_ROW, Request
+from nanorunner.workers.messages import Int32
+
+Rows = npt.NDArray[np.int64]
+NO_IDS: Int32 = np.empty(0, dtype=np.int32)
+
+
+class RunningTable:
+    """Columns of the running requests. Owner and only writer: the scheduler, on rank 0's host."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int) -> None:
+        self.num_rows = num_rows
+        self.block_size = block_size
+        self.requests: list[Request | None] = [None] * num_rows
+        self.request_id: Int32 = np.full(num_rows, -1, dtype=np.int32)
+        self.known = np.zeros(num_rows, dtype=np.int64)
+        self.computed = np.zeros(num_rows, dtype=np.int64)
+        self.limit = np.zeros(num_rows, dtype=np.int64)  # ids at which it ends by length
+        self.block_end = np.zeros(num_rows, dtype=np.int64)  # positions its blocks have room for
+        self.publish_end = np.zeros(num_rows, dtype=np.int64)  # end of its next block to publish
+        self.min_len = np.zeros(num_rows, dtype=np.int64)  # no stop before so many ids
+        self.unread = np.zeros(num_rows, dtype=np.int64)  # steps in flight that contain it
+        self.alive = np.zeros(num_rows, dtype=np.bool_)  # False: ended, or free
+        self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
+        self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
+        # [num_rows, max_model_len]; memory is committed only where ids are written.
+        self.token_ids: Int32 = np.empty((num_rows, max_model_len), dtype=np.int32)
+        self._free = list(range(num_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that occupy() can hand out."""
+        return len(self._free)
+
+    def occupy(self, request: Request, num_cached: int) -> int:
+        """Move a waiting request, its blocks already set, into a free row and return the row."""
+        row = self._free.pop()
+        ids = request.token_ids
+        self.requests[row] = request
+        self.request_id[row] = request.request_id
+        self.known[row] = len(ids)
+        self.computed[row] = num_cached
+        self.limit[row] = request.limit
+        self.block_end[row] = len(request.blocks) * self.block_size
+        self.publish_end[row] = num_cached + self.block_size
+        self.min_len[row] = request.min_len
+        self.unread[row] = 0
+        self.alive[row] = True
+        self.obeys_eos[row] = not request.ignore_eos
+        self.has_stop_ids[row] = bool(request.stop_token_ids)
+        self.token_ids[row, : len(ids)] = ids
+        request.token_ids = NO_IDS
+        request.row = row
+        return row
+
+    def request(self, row: int) -> Request:
+        """The request in an occupied row."""
+        request = self.requests[row]
+        assert request is not None, f"row {row} is free"
+        return request
+
+    def ids(self, row: int) -> Int32:
+        """The row's known ids, a view."""
+        return self.token_ids[row, : self.known[row]]
+
+    def vacate(self, row: int) -> Request:
+        """Free the row and return its request, which has no row and no ids any more."""
+        request = self.request(row)
+        assert self.unread[row] == 0, f"row {row} is freed while a step in flight reads it"
+        self.requests[row] = None
+        self.request_id[row] = -1
+        self.alive[row] = False
+        self._free.append(row)
+        request.row = NO_ROW
+        return request
+
+    def append(self, rows: Rows, new_ids: Int32) -> Rows:
+        """Append one id to each row; the only place where a row grows. Returns the new lengths."""
+        known = self.known[rows]
+        self.token_ids[rows, known] = new_ids
+        known += 1
+        self.known[rows] = known
+        return known

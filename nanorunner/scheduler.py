@@ -1,0 +1,332 @@
+"""Who runs in the next step, and how many tokens each: one budget, decodes first.
+
+    add() -> waiting --admission--> prefilling --last chunk--> decoding --> ended
+                ^                        |                        |
+                +------- preemption, the newest request first ----+
+
+schedule() fills one step in this order: a token for every decoding request, chunks for prompts
+that are on their way, then new prompts, all in the same batch, until the budget is used. update()
+takes in what a step sampled. With depth 2 a step is scheduled while the one before it is unread:
+the ids it continues from exist on the devices only, so here a request's `computed` runs ahead of
+its `known`. A stop found late then drops one sampled id; an end by length is foreseen.
+
+Rows and blocks return when the last step that contains the request has been read. When blocks are
+short and a step is unread, schedule() returns None: reading it may free some. So a preempted
+request never has ids in flight.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from nanorunner.admission import add_chunk, admit
+from nanorunner.block_manager import BlockManager
+from nanorunner.request import NO_ROW, Request, RequestUpdate
+from nanorunner.roster import Roster
+from nanorunner.running_table import Rows, RunningTable
+from nanorunner.scheduler_stats import SchedulerStats
+from nanorunner.step_plan import ScheduledStep, StepPlan
+from nanorunner.workers.messages import BLOCK_SIZE, Int32, StepInput, StepOutput
+
+# Without a Python call: 256 of those would cost more than all the rest of a step.
+_make_update: Callable[[tuple[int, list[int], str | None]], RequestUpdate] = partial(
+    tuple.__new__, RequestUpdate
+)
+
+
+class Scheduler:
+    """Decides each step; owns the requests, their rows and the KV blocks.
+
+    Raises ValueError for settings under which some request could starve.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        num_blocks: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+        prefix_cache: bool = True,
+        depth: int = 1,
+        send_sampled_ids: bool = True,
+        block_size: int = BLOCK_SIZE,
+    ) -> None:
+        if max_num_seqs < 1 or max_model_len < 2 or depth < 1:
+            raise ValueError(
+                f"max_num_seqs {max_num_seqs}, max_model_len {max_model_len}, depth {depth}: "
+                f"use at least 1, 2 and 1"
+            )
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens {max_num_batched_tokens} is less than max_num_seqs "
+                f"{max_num_seqs}: a step could not hold one token of each; raise the first or "
+                f"lower the second"
+            )
+        if send_sampled_ids and depth > 1:
+            raise ValueError(
+                f"depth {depth}: runner v1 gets its sampled ids from rank 0, so its depth is 1"
+            )
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = max_model_len
+        self.depth = depth
+        self.stats = SchedulerStats()
+        # Each unread step may hold max_num_seqs rows that have ended beside those that go on.
+        table = RunningTable(depth * max_num_seqs, max_model_len, block_size)
+        self.roster = Roster(table, BlockManager(num_blocks), prefix_cache)
+        self._send_sampled_ids = send_sampled_ids
+        self._is_eos = np.zeros(vocab_size, dtype=np.bool_)
+        self._is_eos[[token_id for token_id in eos_token_ids if token_id < vocab_size]] = True
+        self._unread: deque[ScheduledStep] = deque()
+        self._next_step_id = 0
+        self._last_decode_ids: Int32 | None = None  # of the last step, if all had one token
+        self._sampled_ids = b""  # for the next StepInput, runner v1
+        self._failed: list[RequestUpdate] = []
+
+    # What the engine asks.
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests without a row."""
+        return len(self.roster.waiting)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row that have not ended."""
+        return len(self.roster.requests) - len(self.roster.waiting)
+
+    @property
+    def num_unread(self) -> int:
+        """Steps that were scheduled and whose output update() has not seen."""
+        return len(self._unread)
+
+    def request_ids(self) -> list[int]:
+        """The ids of all requests that wait or run."""
+        return list(self.roster.requests)
+
+    def has_request(self, request_id: int) -> bool:
+        """Whether the request waits or runs."""
+        return request_id in self.roster.requests
+
+    def num_output_tokens(self, request: Request) -> int:
+        """How many generated ids of this request the host has."""
+        is_waiting = request.row == NO_ROW
+        known = len(request.token_ids) if is_waiting else int(self.roster.table.known[request.row])
+        return known - request.prompt_len
+
+    def check_prompt_fits(self, prompt_len: int) -> None:
+        """Raise ValueError, naming the numbers, if such a prompt could never run."""
+        if prompt_len >= self.max_model_len:
+            raise ValueError(
+                f"prompt: {prompt_len} tokens, but prompt and output together may have "
+                f"{self.max_model_len} (max_model_len); use at most {self.max_model_len - 1}"
+            )
+        needed, present = self.roster.num_blocks_for(prompt_len), self.roster.blocks.num_blocks
+        if needed > present:
+            raise ValueError(
+                f"prompt: {prompt_len} tokens need {needed} KV blocks of {self.roster.block_size}, "
+                f"but the KV cache has {present}; shorten the prompt or enlarge the KV cache"
+            )
+
+    def add(self, request: Request) -> None:
+        """Queue a request; ValueError as in check_prompt_fits, with nothing queued."""
+        self.check_prompt_fits(request.prompt_len)
+        self.roster.add(request)
+
+    def end(self, request_id: int) -> bool:
+        """Take a request out, wherever it is; False if it is not there (any more)."""
+        request = self.roster.requests.get(request_id)
+        if request is None:
+            return False
+        self._end(request)
+        self.roster.forget_ended()
+        return True
+
+    def take_failed(self) -> list[RequestUpdate]:
+        """Return, once, the requests that schedule() had to end."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    # One step leaves.
+
+    def schedule(self) -> ScheduledStep | None:
+        """Return the next step, or None when nothing can run (before older steps are read)."""
+        assert len(self._unread) < self.depth, f"{len(self._unread)} steps are unread"
+        roster, plan = self.roster, StepPlan(self.max_num_batched_tokens)
+        if not self._grow_decodes(plan):
+            return None
+        plan.budget -= len(roster.decoding)
+        self._continue_prefills(plan)
+        # Blocks that a preemption freed belong to those who were short of them.
+        if not plan.has_preempted:
+            admit(roster, plan, self.max_num_seqs, self.stats)
+        if not roster.decoding.size and not plan.chunks:
+            return None
+        return self._seal(plan)
+
+    def _grow_decodes(self, plan: StepPlan) -> bool:
+        """Give a block to each decode that has filled its last; False: read a step first."""
+        roster = self.roster
+        table, rows = roster.table, roster.decoding
+        needy = rows[table.computed[rows] == table.block_end[rows]]
+        if needy.size > roster.blocks.num_free:
+            if self._unread:
+                return False
+            needy = self._make_room(plan, needy)
+        for row in needy.tolist():
+            plan.new_blocks.append(roster.grow(row))
+        return True
+
+    def _make_room(self, plan: StepPlan, needy: Rows) -> Rows:
+        """Preempt the newest requests until the rest of `needy` can grow; return that rest."""
+        roster, table, present = self.roster, self.roster.table, self.roster.blocks.num_blocks
+        while needy.size > roster.blocks.num_free:
+            too_long = needy[table.block_end[needy] >= present * roster.block_size]
+            if too_long.size:
+                # Preempting would not help it: it would come back to the same wall for ever.
+                request = table.request(int(too_long[0]))
+                reason = (
+                    f"error: the next token needs {present + 1} KV blocks of "
+                    f"{roster.block_size}, but the KV cache has {present}"
+                )
+                self._failed.append(RequestUpdate(request.request_id, [], reason))
+                self._end(request)
+            else:
+                # The oldest is never taken while another is left, so someone always finishes.
+                running = roster.running()
+                roster.preempt(int(running[np.argmax(table.request_id[running])]))
+                plan.has_preempted = True
+                self.stats.preemptions += 1
+            roster.forget_ended()
+            needy = needy[table.alive[needy]]
+        return needy
+
+    def _continue_prefills(self, plan: StepPlan) -> None:
+        """Schedule the next chunks of prompts on their way, the first started first."""
+        for row in self.roster.prefilling:
+            if plan.budget == 0:
+                break
+            add_chunk(self.roster, plan, row)
+        if plan.completed:
+            left = self.roster.prefilling
+            self.roster.prefilling = [row for row in left if row not in plan.completed]
+
+    def _seal(self, plan: StepPlan) -> ScheduledStep:
+        """Advance every row in the batch and return the finished step."""
+        roster, table = self.roster, self.roster.table
+        rows = sample_rows = decodes = roster.decoding
+        table.computed[decodes] += 1
+        if plan.chunks:
+            chunk_rows = np.array([row for row, _ in plan.chunks], dtype=np.int64)
+            rows = np.concatenate((decodes, chunk_rows))
+            sample_rows = np.concatenate((decodes, np.array(plan.completed, dtype=np.int64)))
+        table.unread[rows] += 1
+        sample_ids = table.request_id[sample_rows]
+        removed, roster.removed = roster.removed, []
+        sampled_ids, self._sampled_ids = self._sampled_ids, b""
+        step_input = StepInput(
+            step_id=self._next_step_id,
+            removed=np.array(removed, dtype=np.int32).tobytes() if removed else b"",
+            new=tuple(plan.new),
+            new_blocks=tuple(plan.new_blocks),
+            batch=self._pack_batch(plan, rows, sample_ids),
+            sampled_ids=sampled_ids,
+        )
+        self._next_step_id += 1
+
+        # A row whose sample will reach its limit is foreseen to end: it is not launched again.
+        goes_on = table.computed[sample_rows] + 1 < table.limit[sample_rows]
+        roster.decoding = sample_rows if goes_on.all() else sample_rows[goes_on]
+        # Last, so that a block is visible from the next step on, whose reads follow its writes.
+        published = roster.publish_ready(rows)
+        step = ScheduledStep(step_input, rows, sample_rows, sample_ids, published)
+        self._unread.append(step)
+        used_blocks = roster.blocks.num_blocks - roster.blocks.num_free
+        self.stats.count_step(len(decodes), plan.num_prefill_tokens, used_blocks)
+        return step
+
+    def _pack_batch(self, plan: StepPlan, rows: Rows, sample_ids: Int32) -> bytes | None:
+        """Return the (request id, tokens) pairs, or None for the last batch, one token each."""
+        last = self._last_decode_ids
+        self._last_decode_ids = None if plan.chunks else sample_ids
+        if not plan.chunks and last is not None and np.array_equal(last, sample_ids):
+            return None
+        pairs = np.ones((len(rows), 2), dtype=np.int32)
+        pairs[:, 0] = self.roster.table.request_id[rows]
+        if plan.chunks:
+            pairs[-len(plan.chunks) :, 1] = [count for _, count in plan.chunks]
+        return pairs.tobytes()
+
+    def withdraw(self, step: ScheduledStep) -> None:
+        """Take back what a step published, because it was not enqueued or failed."""
+        for block in step.published:
+            self.roster.blocks.withdraw(block)
+
+    # One step comes back.
+
+    def update(self, output: StepOutput) -> list[RequestUpdate]:
+        """Take in the oldest unread step's output; return what it brought each live request.
+
+        Raises RuntimeError when the runner answered another step or other requests.
+        """
+        roster, table = self.roster, self.roster.table
+        step = self._unread.popleft()
+        new_ids = self._checked_ids(step, output)
+        table.unread[step.rows] -= 1
+        rows, request_ids = step.sample_rows, step.sample_ids
+        if self._send_sampled_ids:
+            self._sampled_ids = new_ids.tobytes()
+        alive = table.alive[rows]
+        if not alive.all():
+            self.stats.dropped_ids += len(rows) - int(np.count_nonzero(alive))
+            rows, request_ids, new_ids = rows[alive], request_ids[alive], new_ids[alive]
+
+        known = table.append(rows, new_ids)
+        is_stop = self._is_eos[new_ids] & table.obeys_eos[rows]
+        for at in np.flatnonzero(table.has_stop_ids[rows]).tolist():
+            is_stop[at] |= int(new_ids[at]) in table.request(int(rows[at])).stop_token_ids
+        is_stop &= known >= table.min_len[rows]
+        is_done = is_stop | (known >= table.limit[rows])
+
+        reasons: list[str | None] = [None] * len(rows)
+        for at in np.flatnonzero(is_done).tolist():
+            reasons[at] = "stop" if is_stop[at] else "length"
+            self._end(table.request(int(rows[at])))
+        roster.forget_ended()
+        roster.release_read(step.rows)
+        lists = [[new_id] for new_id in new_ids.tolist()]
+        return list(map(_make_update, zip(request_ids.tolist(), lists, reasons, strict=True)))
+
+    def _checked_ids(self, step: ScheduledStep, output: StepOutput) -> Int32:
+        """Return the output's ids; RuntimeError, before any is stored, if they are not this step's.
+
+        Also found here: an id that no token has, such as a placeholder that was never filled.
+        """
+        due, came = step.step_input.step_id, output.step_id
+        ids = np.asarray(output.token_ids, dtype=np.int32)
+        if came != due:
+            raise RuntimeError(f"the runner answered step {came}; step {due} was due")
+        if ids.size != step.sample_ids.size or not np.array_equal(
+            output.request_ids, step.sample_ids
+        ):
+            raise RuntimeError(f"step {due}: the runner sampled for other requests than told")
+        # As unsigned numbers, so that one comparison finds negative ids as well.
+        if ids.size and int(ids.view(np.uint32).max()) >= self._is_eos.size:
+            raise RuntimeError(f"step {due}: a sampled id is not in the vocabulary")
+        return ids
+
+    def _end(self, request: Request) -> None:
+        self.roster.end(request)
+        self.stats.num_ended += 1
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every row and block is held by exactly its owners."""
+        self.roster.check_integrity()
+        assert len(self.roster.running()) <= self.max_num_seqs, "too many requests run"

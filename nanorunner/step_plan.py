@@ -1,0 +1,33 @@
+"""A step on its way: filled by the scheduler, frozen when it leaves, kept until it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from nanorunner.running_table import Rows
+from nanorunner.workers.messages import Int32, NewRequest, StepInput
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The step being scheduled; its decodes are the roster's."""
+
+    budget: int  # tokens that may still be added
+    num_prefill_tokens: int = 0
+    chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens), batch order
+    completed: list[int] = field(default_factory=list)  # rows whose last chunk this is
+    new: list[NewRequest] = field(default_factory=list)
+    new_blocks: list[tuple[int, bytes]] = field(default_factory=list)
+    writing: set[bytes] = field(default_factory=set)  # digests of prompt blocks being written
+    has_preempted: bool = False
+
+
+class ScheduledStep(NamedTuple):
+    """A step that was scheduled and is not yet read."""
+
+    step_input: StepInput
+    rows: Rows  # every row in the batch, in batch order
+    sample_rows: Rows  # those that sample
+    sample_ids: Int32  # their request ids
+    published: list[int]  # blocks whose content this step completes

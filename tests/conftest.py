@@ -1,0 +1,165 @@
+"""What holds for every test: a hard time limit, and nothing left behind.
+
+Folders say what a test needs: pure (no torch), cpu (torch), gpu (CUDA). A file whose need is missing
+is skipped by that name; with --fail-on-skip a skip in pure or cpu is a failure, as CI runs both.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+import pytest
+
+LIMIT_S = 120.0
+HARD_LIMIT_EXTRA_S = 20.0  # then even a test that sits in a C++ wait is ended, with the whole run
+SETTLE_S = 5.0  # how long killed processes may take to vanish
+OUR_NAMES = ("nanorunner", "sem.mp-", "psm_", "torch_")  # in /dev/shm
+TESTS = Path(__file__).parent
+# test files import their shared helpers by name, and so do the ranks that they start
+sys.path[:0] = [str(TESTS / folder) for folder in ("pure", "cpu")]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--fail-on-skip", action="store_true", help="a skip in pure or cpu fails")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"limit(seconds): hard limit of a test, else {LIMIT_S:g} s")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, Any, Any]:
+    with _time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    with _time_limit(item):
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    with _time_limit(item):
+        return (yield)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    """Fail a test after which a process or a name in /dev/shm is left that was not there before."""
+    processes, names = _processes(), _shared_names()
+    yield
+    deadline = time.monotonic() + SETTLE_S
+    while left := (_processes() - processes):
+        if time.monotonic() > deadline:
+            for process in left:  # or the tests after this one would be blamed as well
+                process.kill()
+            pytest.fail(f"processes left: {[process.info for process in left]}")
+        time.sleep(0.02)
+    new_names = _shared_names() - names
+    assert not new_names, f"left in /dev/shm: {sorted(new_names)}"
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    missing = _missing_for(module_path)
+    if not missing:
+        return None
+    module: pytest.Module = _SkippedModule.from_parent(parent, path=module_path)
+    module.missing = missing  # type: ignore[attr-defined]
+    return module
+
+
+class _SkippedModule(pytest.Module):
+    """A test file that this machine cannot run; its imports are not tried."""
+
+    def collect(self) -> list[pytest.Item | pytest.Collector]:  # type: ignore[override]
+        pytest.skip(f"needs {self.missing}", allow_module_level=True)  # type: ignore[attr-defined]
+
+
+def pytest_terminal_summary(
+    terminalreporter: Any, exitstatus: int, config: pytest.Config
+) -> None:
+    if skipped := _forbidden_skips(config, terminalreporter):
+        terminalreporter.write_line(f"--fail-on-skip: skipped in pure or cpu: {skipped}", red=True)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus == 0 and reporter is not None and _forbidden_skips(session.config, reporter):
+        session.exitstatus = 1
+
+
+def _forbidden_skips(config: pytest.Config, reporter: Any) -> list[str]:
+    if not config.getoption("--fail-on-skip"):
+        return []
+    ids = [report.nodeid for report in reporter.stats.get("skipped", [])]
+    return [name for name in ids if "tests/gpu" not in name]
+
+
+def _missing_for(path: Path) -> str:
+    """Return what this machine lacks for a test file, "" when it has all."""
+    folder = path.relative_to(TESTS).parts[0] if path.is_relative_to(TESTS) else ""
+    if folder not in ("cpu", "gpu"):
+        return ""
+    if importlib.util.find_spec("torch") is None:
+        return "torch"
+    if folder == "gpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            return "a CUDA GPU"
+    return ""
+
+
+@contextmanager
+def _time_limit(item: pytest.Item) -> Iterator[None]:
+    marker = item.get_closest_marker("limit")
+    seconds = float(marker.args[0]) if marker is not None else LIMIT_S
+
+    def fail(number: int, frame: FrameType | None) -> None:
+        pytest.fail(f"the test took longer than its limit of {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    faulthandler.dump_traceback_later(seconds + HARD_LIMIT_EXTRA_S, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _processes() -> set[psutil.Process]:
+    """Return the live processes below this one, multiprocessing's own helper left out."""
+    found = set()
+    for process in psutil.Process().children(recursive=True):
+        try:
+            line = " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and "resource_tracker" not in line:
+                process.info = {"pid": process.pid, "command": line[:200]}
+                found.add(process)
+        except psutil.NoSuchProcess:
+            continue
+    return found
+
+
+def _shared_names() -> set[str]:
+    if not os.path.isdir("/dev/shm"):
+        return set()
+    return {name for name in os.listdir("/dev/shm") if name.startswith(OUR_NAMES)}

@@ -1,0 +1,48 @@
+"""scripts/bench_engine.py runs on a toy, counts what came out and ends in one line of JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_bench(*flags: str) -> subprocess.CompletedProcess[str]:
+    """Run the script on a toy model with a hard limit."""
+    command = ["scripts/bench_engine.py", "--model", "tiny-qwen3", "--device", "cpu"]
+    return subprocess.run(
+        [sys.executable, *command, *flags],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_the_result_is_one_json_line_that_says_how_to_repeat_it(tmp_path: Path) -> None:
+    out = tmp_path / "folder" / "result.json"
+    flags = ("--loads", "smoke", "--no-warm-up", "--max-model-len", "64", "--out", str(out))
+    done = run_bench(*flags)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads(out.read_text())
+    load = result["loads"]["smoke"]
+    assert (load["requests"], load["input_tokens"], load["output_tokens"]) == (2, 16, 8)
+    assert len(load["seconds"]) == 3
+    median = sorted(load["seconds"])[1]
+    assert abs(load["output_tokens_per_s"] * median / 8 - 1) < 0.05
+    assert load["scheduler"]["prefill_tokens"] == 3 * 16
+    assert result["config"]["prefix_cache"] is False
+    assert result["versions"]["torch"]
+    assert result["command"].startswith("python scripts/bench_engine.py --model tiny-qwen3")
+
+
+def test_an_unknown_load_is_refused_before_anything_starts() -> None:
+    done = run_bench("--loads", "b2")
+    assert done.returncode == 2
+    assert "load 'b2': use some of" in done.stderr
+    assert done.stdout == ""

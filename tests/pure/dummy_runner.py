@@ -1,0 +1,71 @@
+"""A runner without a model: every rank's answer is known, and it can be made to fail."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+from nanorunner.workers.messages import RunnerConfig
+
+WITH_REPLY = frozenset({"echo", "pid", "close", "count", "fail_at", "burn"})
+METHODS = WITH_REPLY | {"step", "sleep"}
+
+
+class DummyRunner:
+    """Counts its steps and sums their sizes, so that a lost or torn call shows."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.num_steps = 0
+        self.num_bytes = 0
+        self.longest_pause_s = float(os.environ.get("DUMMY_PAUSE_S", "0"))
+        self.random = random.Random(rank)
+
+    def step(self, number: int, data: bytes) -> int:
+        if number != self.num_steps:
+            raise RuntimeError(f"rank {self.rank}: step {number} after {self.num_steps - 1}")
+        if data and (data[0], data[-1]) != (number % 251, number % 251):
+            raise RuntimeError(f"rank {self.rank}: step {number} is torn")
+        if self.rank > 0 and self.longest_pause_s and self.random.random() < 0.002:
+            time.sleep(self.random.random() * self.longest_pause_s)
+        self.num_steps += 1
+        self.num_bytes += len(data)
+        return self.num_steps
+
+    def count(self) -> tuple[int, int]:
+        return self.num_steps, self.num_bytes
+
+    def echo(self, value: Any) -> tuple[int, Any]:
+        return self.rank, value
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def sleep(self, seconds: float, only_rank: int | None = None) -> None:
+        if only_rank in (None, self.rank):
+            time.sleep(seconds)
+
+    def burn(self, only_rank: int) -> None:
+        """Compute for ever on one rank; the others wait for its reply."""
+        while self.rank == only_rank:
+            pass
+
+    def fail_at(self, rank: int) -> None:
+        if rank == self.rank:
+            raise KeyError(f"the dummy fails on rank {rank}")
+
+    def close(self) -> None:
+        pass
+
+
+def make_runner(config: RunnerConfig, rank: int, group: None) -> DummyRunner:
+    """Wait while the file that DUMMY_HOLD names exists (the load phase), then return the runner."""
+    hold = os.environ.get("DUMMY_HOLD", "")
+    if rank > 0 and hold:
+        while os.path.exists(hold):
+            time.sleep(0.01)
+    if os.environ.get("DUMMY_FAIL_AT_LOAD") == str(rank):
+        raise MemoryError("the dummy has no memory")
+    return DummyRunner(rank)

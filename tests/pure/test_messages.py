@@ -1,0 +1,28 @@
+"""A StepInput survives the wire unchanged, and a steady step is as small as the wire needs."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+
+from nanorunner.workers.messages import NewRequest, SamplingSettings, StepInput
+
+
+def ids(*values: int) -> bytes:
+    return np.array(values, np.int32).tobytes()
+
+
+def test_a_step_input_comes_back_from_the_wire_as_it_was() -> None:
+    new = NewRequest(7, ids(1, 2, 3), 3, 0, ids(5), SamplingSettings(0.5, 20, 0.9, 2**63 + 1))
+    step = StepInput(4, ids(1, 2), (new,), ((3, ids(9)),), ids(3, 1, 7, 3), ids(11, 12))
+    wire = pickle.loads(pickle.dumps(step.to_wire()))
+    assert StepInput.from_wire(wire) == step
+    assert type(StepInput.from_wire(wire).new[0].sampling) is SamplingSettings
+
+
+def test_a_steady_step_of_256_requests_is_small() -> None:
+    unchanged = StepInput(1000, b"", (), (), None, b"")
+    assert len(pickle.dumps(["step", unchanged.to_wire()], pickle.HIGHEST_PROTOCOL)) < 128
+    with_ids = unchanged._replace(sampled_ids=ids(*range(256)))
+    assert len(pickle.dumps(["step", with_ids.to_wire()], pickle.HIGHEST_PROTOCOL)) < 4096

@@ -1,0 +1,100 @@
+"""Runner v1's CUDA graphs: one graph a batch size, for decode steps alone.
+
+A graph replays fixed kernels on fixed addresses, so a step copies its inputs into the buffers seen
+at capture, pads to the next captured size and replays. A padded row has query length 0, seq_len 0
+and slot -1: it reads and writes nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.workers.messages import BLOCK_SIZE
+
+if TYPE_CHECKING:
+    from nanorunner.workers.model_runner_v1 import Inputs, ModelRunner
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture, ascending; the last one is always max_num_seqs.
+
+    Without a graph at the widest legal batch an engine falls off its fast path at full load.
+    """
+    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 1, 16)]
+    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
+
+
+class DecodeGraphs:
+    """All decode graphs and the buffers they read.
+
+    Owner: runner v1. Place: the device, at fixed addresses. Lifetime: from capture() to close();
+    the contents live one step. Last writer: replay(), on the current stream.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        config = runner.config
+        self.sizes = capture_sizes(config.max_num_seqs)
+        self.num_replays = dict.fromkeys(self.sizes, 0)  # size -> steps served by its graph
+        max_blocks = -(-config.max_model_len // BLOCK_SIZE)
+        rows = config.max_num_seqs
+        device = runner.device.torch_device
+        self.input_ids = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.query_start_loc = torch.zeros(rows + 1, dtype=torch.int32, device=device)
+        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.block_tables = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
+        self.slot_mapping = torch.full((rows,), -1, dtype=torch.int64, device=device)
+        self.ascending = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.logits: dict[int, torch.Tensor] = {}  # size -> [size, local_vocab]
+        self._capture(runner)
+
+    @torch.inference_mode()
+    def _capture(self, runner: ModelRunner) -> None:
+        pool = torch.cuda.graph_pool_handle()
+        for size in reversed(self.sizes):  # largest first: the smaller ones fit in its memory
+            batch = AttentionBatch(
+                query_start_loc=self.query_start_loc[: size + 1],
+                seq_lens=self.seq_lens[:size],
+                block_tables=self.block_tables[:size],
+                slot_mapping=self.slot_mapping[:size],
+                max_query_len=1,
+                max_seq_len=runner.config.max_model_len,
+            )
+
+            def forward(size: int = size, batch: AttentionBatch = batch) -> torch.Tensor:
+                hidden = runner.model.forward(
+                    self.input_ids[:size],
+                    self.positions[:size],
+                    batch,
+                    runner.k_caches,
+                    runner.v_caches,
+                )
+                return runner.compute_local_logits(hidden)
+
+            forward()  # compiles this size's kernels, which a capture may not do
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                self.logits[size] = forward()
+            self.graphs[size] = graph
+
+    def replay(self, inputs: Inputs) -> torch.Tensor:
+        """Return the logits [num_reqs, local_vocab]; valid until the next replay."""
+        num_reqs = len(inputs.input_ids)
+        size = next(size for size in self.sizes if size >= num_reqs)
+        batch = inputs.batch
+        self.input_ids[:num_reqs] = inputs.input_ids
+        self.positions[:num_reqs] = inputs.positions
+        self.query_start_loc[: num_reqs + 1] = batch.query_start_loc
+        self.query_start_loc[num_reqs + 1 : size + 1] = num_reqs
+        self.seq_lens[:num_reqs] = batch.seq_lens
+        self.seq_lens[num_reqs:size] = 0
+        self.block_tables[:num_reqs, : batch.block_tables.shape[1]] = batch.block_tables
+        self.slot_mapping[:num_reqs] = batch.slot_mapping
+        self.slot_mapping[num_reqs:size] = -1
+        self.graphs[size].replay()
+        self.num_replays[size] += 1
+        return self.logits[size][:num_reqs]

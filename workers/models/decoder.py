@@ -1,0 +1,184 @@
+"""One rank's share of a Llama, Qwen2 or Qwen3 decoder: the forward pass, read like the paper.
+
+    ids -> embed -> [ norm, qkv, rope + KV write, attention, o, all-reduce,
+                      norm, gate_up, silu * up, down, all-reduce ] x layers -> norm -> logits
+
+x is what the next sub-layer reads; residual is the stream that every sub-layer adds to. The sum of
+a sub-layer's output over the ranks is added to residual inside the next norm, so no rank adds it
+twice. Each rank runs this same code on its own heads, MLP columns and vocabulary ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from nanorunner.kernels.attention import paged_attention
+from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
+from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
+from nanorunner.kernels.silu_mul import silu_mul
+from nanorunner.workers.model_config import ModelConfig
+from nanorunner.workers.models.rope import cos_sin_table
+from nanorunner.workers.shards import even_shard, head_shard
+from nanorunner.workers.weight_plan import weight_plan
+
+
+class AllReduce(Protocol):
+    """What the decoder needs of a group of ranks."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of x over the ranks, in place; x itself at tp 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """One layer's parameters on this rank; views of Decoder.parameters, None where absent."""
+
+    input_norm: torch.Tensor  # [hidden]
+    qkv: torch.Tensor  # [(local_heads + 2 * local_kv_heads) * head_dim, hidden]
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None  # [head_dim]
+    k_norm: torch.Tensor | None  # [head_dim]
+    o: torch.Tensor  # [hidden, local_heads * head_dim]
+    o_bias: torch.Tensor | None  # rank 0 alone: the all-reduce adds it once
+    post_norm: torch.Tensor  # [hidden]
+    gate_up: torch.Tensor  # [2 * local_intermediate, hidden]
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor  # [hidden, local_intermediate]
+    down_bias: torch.Tensor | None  # rank 0 alone
+
+
+class Decoder:
+    """The model of one rank. Zero until weights.load_weights() has filled `parameters`.
+
+    parameters: name -> tensor as weight_plan.py lists them. Owner: this object. Place: `device`.
+    Lifetime: until release(). Last writer: load_weights.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        tp: int,
+        rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        group: AllReduce,
+        attention_backend: str = "torch",
+        max_model_len: int | None = None,
+    ) -> None:
+        """Allocate zero parameters. Raises ValueError when tp exceeds the query heads."""
+        self.model, self.tp, self.rank = model, tp, rank
+        self.dtype, self.device, self.group = dtype, device, group
+        self.attention_backend = attention_backend
+        heads = head_shard(model.num_heads, model.num_kv_heads, tp, rank)
+        self.local_heads, self.local_kv_heads = heads.local_heads, heads.local_kv_heads
+        self.local_vocab, self.vocab = even_shard(model.vocab_size, tp, rank)
+        self.scale = model.head_dim**-0.5
+
+        self.parameters = {
+            parameter.name: torch.zeros(parameter.shape, dtype=dtype, device=device)
+            for parameter in weight_plan(model, tp, rank)
+        }
+        self.layers = [self._layer(index) for index in range(model.num_layers)]
+        self.embed = self.parameters["embed"]  # [local_vocab, hidden]
+        self.norm = self.parameters["norm"]  # [hidden]
+        # Tied: the head is the embedding, the same storage.
+        self.lm_head = self.parameters.get("lm_head", self.embed)
+        self.cos_sin = cos_sin_table(model, max_model_len or model.max_position_embeddings, device)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        k_caches: list[torch.Tensor],
+        v_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return the normed last hidden states [num_tokens, hidden]; writes the step's K and V.
+
+        input_ids and positions are [num_tokens] int64; k_caches[layer] and v_caches[layer] are
+        [num_blocks, 256, local_kv_heads, head_dim].
+        """
+        eps = self.model.rms_norm_eps
+        residual = self.embed_tokens(input_ids)
+        x = rms_norm(residual, self.layers[0].input_norm, eps)
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        for index, layer in enumerate(self.layers):
+            x = self.attention(layer, x, positions, batch, k_caches[index], v_caches[index])
+            x = add_rms_norm(x, residual, layer.post_norm, eps)
+            x = self.mlp(layer, x)
+            x = add_rms_norm(x, residual, next_norms[index], eps)
+        return x
+
+    def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return [num_tokens, hidden]: each rank looks up its own ids, the sum has them all."""
+        if self.tp == 1:
+            return F.embedding(input_ids, self.embed)
+        local_ids = input_ids - self.vocab.start
+        is_elsewhere = (local_ids < 0) | (local_ids >= self.vocab.size)
+        x = F.embedding(local_ids.masked_fill_(is_elsewhere, 0), self.embed)
+        return self.group.all_reduce(x.masked_fill_(is_elsewhere.unsqueeze(-1), 0))
+
+    def attention(
+        self,
+        layer: Layer,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return self-attention's output [num_tokens, hidden], summed over the ranks."""
+        num_tokens, head_dim = len(x), self.model.head_dim
+        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
+        qk_norm_rope_kv_write(
+            qkv,
+            positions,
+            self.cos_sin,
+            batch.slot_mapping,
+            k_cache,
+            v_cache,
+            num_heads=self.local_heads,
+            num_kv_heads=self.local_kv_heads,
+            head_dim=head_dim,
+            q_norm=layer.q_norm,
+            k_norm=layer.k_norm,
+            eps=self.model.rms_norm_eps,
+        )
+        q = qkv[:, : self.local_heads * head_dim].view(num_tokens, self.local_heads, head_dim)
+        out = paged_attention(
+            q, k_cache, v_cache, batch, scale=self.scale, backend=self.attention_backend
+        )
+        return self.group.all_reduce(F.linear(out.view(num_tokens, -1), layer.o, layer.o_bias))
+
+    def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
+        """Return the SwiGLU MLP's output [num_tokens, hidden], summed over the ranks."""
+        x = silu_mul(F.linear(x, layer.gate_up, layer.gate_up_bias))
+        return self.group.all_reduce(F.linear(x, layer.down, layer.down_bias))
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return this rank's logits [rows, local_vocab] of the rows that the caller picked.
+
+        An fp32 sum rounded to the model dtype. Column i is id vocab.start + i; padded ids are -inf.
+        """
+        logits = F.linear(hidden, self.lm_head)
+        if self.vocab.size < self.local_vocab:
+            logits[:, self.vocab.size :] = -torch.inf
+        return logits
+
+    def release(self) -> None:
+        """Let go of every tensor; the model cannot run afterwards. A second call does nothing."""
+        self.parameters = {}
+        self.layers = []
+        self.embed = self.lm_head = self.norm = self.cos_sin = torch.empty(0)
+
+    def _layer(self, index: int) -> Layer:
+        """Return the layer's parameters; each field of Layer is the last part of a name."""
+        names = Layer.__dataclass_fields__
+        tensors: dict[str, Any] = {n: self.parameters.get(f"layers.{index}.{n}") for n in names}
+        return Layer(**tensors)

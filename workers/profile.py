@@ -1,0 +1,118 @@
+"""How many KV blocks fit: measured at the widest step that serving allows, not estimated.
+
+On a GPU: one unmeasured pass, so that compilation leaves no trace in the figures and a cold start
+gets as many blocks as a warm one; then the widest forward, the widest sampler and all the graphs,
+each on a one-block cache that is thrown away. What is left of this instance's share is the cache.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanorunner.workers import kv_cache
+from nanorunner.workers.cuda_graphs_v1 import DecodeGraphs
+from nanorunner.workers.messages import BLOCK_SIZE, KvRoom
+
+if TYPE_CHECKING:
+    from nanorunner.workers.model_runner_v1 import ModelRunner
+
+GIB = 1 << 30
+CPU_DEFAULT_BYTES = GIB  # of host memory, over all layers of one rank
+MARGIN_BYTES = 64 << 20  # fragmentation between the rehearsal and the real thing
+
+logger = logging.getLogger("nanorunner")
+
+
+def measure_kv_room(runner: ModelRunner) -> KvRoom:
+    """Return how many blocks this rank can hold, 0 when not even one fits."""
+    config = runner.config
+    itemsize = torch.empty(0, dtype=runner.dtype).element_size()
+    size = kv_cache.block_bytes(
+        config.model.num_layers, runner.model.local_kv_heads, config.model.head_dim, itemsize
+    )
+    blocks_a_request = -(-config.max_model_len // BLOCK_SIZE)
+    all_requests = config.max_num_seqs * blocks_a_request
+    if config.num_blocks is not None:
+        return KvRoom(config.num_blocks, size, config.num_blocks * size)
+    if runner.device.is_cuda:
+        room = _gpu_room(runner)
+        if config.kv_cache_bytes is not None:
+            room = min(room, config.kv_cache_bytes)
+    else:
+        room = config.kv_cache_bytes or CPU_DEFAULT_BYTES
+    # more blocks than every request at its longest can fill would only cost memory; twice that
+    # many keep finished prompts for the prefix cache
+    return KvRoom(max(0, min(room // size, 2 * all_requests)), size, room)
+
+
+def _gpu_room(runner: ModelRunner) -> int:
+    """Return the bytes of this instance's share that its widest step leaves for the cache."""
+    config, device = runner.config, runner.device
+    before = runner.memory_before
+    assert before is not None, "a GPU runner records its memory before it allocates"
+    runner.allocate_kv(num_blocks=1)
+    _widest_step(runner)
+    device.finish(config.step_timeout_s)
+    device.reset_peak()
+    _widest_step(runner)
+    device.finish(config.step_timeout_s)
+    peak = device.memory().peak
+    graph_bytes = 0
+    if not config.enforce_eager:
+        device.reset_peak()
+        free = device.memory().free
+        graphs = DecodeGraphs(runner)
+        graph_bytes = max(0, free - device.memory().free)
+        del graphs
+    runner.release_kv()
+    device.reset_peak()
+    now = device.memory()
+    # NCCL, kernels and the like: gone from the driver, not in PyTorch's books
+    outside = max(0, (before.free - now.free) - (now.reserved - before.reserved))
+    share = int(now.total * config.gpu_memory_utilization)
+    room = share - peak - outside - graph_bytes - MARGIN_BYTES
+    headroom = now.free - (peak - torch.cuda.memory_allocated()) - graph_bytes - MARGIN_BYTES
+    if headroom < room:
+        logger.warning(
+            "r%d: %.1f GiB of the GPU are used by others, so the KV cache gets %.1f GiB instead "
+            "of %.1f",
+            runner.rank,
+            (now.total - before.free) / GIB,
+            max(headroom, 0) / GIB,
+            room / GIB,
+        )
+    logger.info(
+        "r%d memory: share %.2f GiB, peak of weights and widest step %.2f, graphs %.2f, "
+        "outside PyTorch %.2f, left for the KV cache %.2f",
+        runner.rank,
+        share / GIB,
+        peak / GIB,
+        graph_bytes / GIB,
+        outside / GIB,
+        min(room, headroom) / GIB,
+    )
+    return min(room, headroom)
+
+
+@torch.inference_mode()
+def _widest_step(runner: ModelRunner) -> None:
+    """Run the largest prefill, then the largest sampler batch, without touching live state."""
+    config = runner.config
+    query_len = min(config.max_num_batched_tokens, config.max_model_len)
+    num_reqs = max(1, config.max_num_batched_tokens // query_len)
+    runner.run_eager(runner.dummy_inputs(num_reqs, query_len))
+    decode = runner.dummy_inputs(config.max_num_seqs, 1)
+    logits = runner.run_model(decode._replace(logits_rows=None), is_prefill=True)
+    if logits is not None:
+        rows, up = len(logits), runner.device.torch_device
+        runner.sampler(
+            logits,
+            temperature=torch.ones(rows, device=up),
+            top_k=torch.full((rows,), 50),
+            top_p=torch.full((rows,), 0.9),
+            seed=torch.zeros(rows, dtype=torch.int64, device=up),
+            position=torch.zeros(rows, dtype=torch.int64, device=up),
+        )

@@ -23,7 +23,6 @@ from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.triton_support import jit, next_power_of_two, num_processors, tl
 
 LOG2_E = 1.4426950408889634
-MAX_SPLITS = 64
 
 
 class DecodePlan(NamedTuple):
@@ -37,29 +36,28 @@ class DecodePlan(NamedTuple):
 
 def plan_decode(
     num_reqs: int,
+    num_heads: int,
     num_kv_heads: int,
     head_dim: int,
     item_bytes: int,
-    max_seq_len: int,
     processors: int,
 ) -> DecodePlan:
     """Return the plan for a batch; the figures were measured on an H200 (132 processors)."""
     programs = num_reqs * num_kv_heads
     # About 4 programs a processor keep the memory busy; more splits only add to the combine.
     wanted = max(4 * processors // programs, 1)
-    num_splits = min(1 << (wanted.bit_length() - 1), MAX_SPLITS if programs <= 2 else 32)
-    num_splits = min(num_splits, next_power_of_two(-(-max_seq_len // 64)))
-    if programs * num_splits >= 8 * processors:
-        tile, warps, stages = 32, 1, 2
-    elif programs * num_splits >= 3 * processors:
-        tile, warps, stages = 64, 2, 2
-    else:
-        tile, warps, stages = 64, 4, 3
-    # K and V tiles of all stages must fit shared memory (a thread block has 227 KiB of it, and
-    # several blocks should share a processor).
-    while tile > 16 and 2 * tile * next_power_of_two(head_dim) * item_bytes * stages > 100_000:
-        tile //= 2
-    return DecodePlan(num_splits, tile, warps, stages)
+    num_splits = min(1 << (wanted.bit_length() - 1), 64 if programs <= 2 else 32)
+    rows, columns = _tile_shape(num_heads // num_kv_heads, head_dim)
+    if item_bytes == 4:
+        # Full float32 products run without tensor cores: small tiles, or registers spill.
+        return DecodePlan(num_splits, 16, 4, 2)
+    if rows > 16 or columns > 128:
+        return DecodePlan(num_splits, 32, 4, 2)
+    if programs >= 8 * processors:
+        return DecodePlan(num_splits, 32, 1, 2)
+    if programs * num_splits >= 3 * processors:
+        return DecodePlan(num_splits, 64, 2, 2)
+    return DecodePlan(num_splits, 64, 4, 3)
 
 
 def decode_attention(
@@ -68,10 +66,12 @@ def decode_attention(
     v_cache: torch.Tensor,
     batch: AttentionBatch,
     scale: float,
+    plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """Return the attention output [requests, num_heads, head_dim]; see kernels/attention.py.
 
-    Row i of q belongs to request i. A request of length 0 (padding) gets zeros.
+    Row i of q belongs to request i. A request of length 0 (padding) gets zeros. `plan` replaces
+    plan_decode's choice, for measurements.
     """
     num_reqs, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
@@ -81,13 +81,8 @@ def decode_attention(
     out = torch.empty((num_reqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_reqs == 0:
         return out
-    plan = plan_decode(
-        num_reqs,
-        num_kv_heads,
-        head_dim,
-        q.element_size(),
-        batch.max_seq_len,
-        num_processors(q.device),
+    plan = plan or plan_decode(
+        num_reqs, num_heads, num_kv_heads, head_dim, q.element_size(), num_processors(q.device)
     )
     is_split = plan.num_splits > 1
     partial = log_sum = out  # never touched when one program does a whole request
@@ -96,6 +91,7 @@ def decode_attention(
         partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         log_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
     group = num_heads // num_kv_heads
+    rows, columns = _tile_shape(group, head_dim)
     _decode_kernel[(num_reqs, num_kv_heads, plan.num_splits)](
         q,
         k_cache,
@@ -110,10 +106,10 @@ def decode_attention(
         batch.block_tables.stride(0),
         plan.num_splits,
         GROUP=group,
-        ROWS=max(next_power_of_two(group), 16),  # the smallest tile of a matrix instruction
+        ROWS=rows,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
-        COLUMNS=next_power_of_two(head_dim),
+        COLUMNS=columns,
         BLOCK_TOKENS=block_tokens,
         TILE=plan.tile_tokens,
         IS_SPLIT=is_split,
@@ -121,7 +117,6 @@ def decode_attention(
         num_stages=plan.num_stages,
     )
     if is_split:
-        columns = next_power_of_two(head_dim)
         _combine_kernel[(num_reqs, num_heads)](
             partial,
             log_sum,
@@ -137,13 +132,18 @@ def decode_attention(
     return out
 
 
+def _tile_shape(group: int, head_dim: int) -> tuple[int, int]:
+    """Rows and columns of a query tile; 16 rows are the least of a matrix instruction."""
+    return max(next_power_of_two(group), 16), next_power_of_two(head_dim)
+
+
 @jit()
 def _share_of_split(length: tl.tensor, num_splits: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """Tokens of each split but the last: an equal share, rounded up to whole tiles."""
     return tl.cdiv(tl.cdiv(length, num_splits), TILE) * TILE
 
 
-@jit(counts=("num_splits",), tables=("block_tables", "seq_lens"))
+@jit(counts=("num_splits", "table_stride"), tables=("block_tables", "seq_lens"))
 def _decode_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

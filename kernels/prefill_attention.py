@@ -55,10 +55,12 @@ def prefill_attention(
     v_cache: torch.Tensor,
     batch: AttentionBatch,
     scale: float,
+    plan: PrefillPlan | None = None,
 ) -> torch.Tensor:
     """Return the attention output [tokens, num_heads, head_dim]; see kernels/attention.py.
 
-    Tokens past query_start_loc[-1] (padding) get zeros.
+    Tokens past query_start_loc[-1] (padding) get zeros. `plan` replaces plan_prefill's choice, for
+    measurements.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
@@ -70,7 +72,7 @@ def prefill_attention(
     if num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
-    plan = plan_prefill(batch.max_query_len, group, head_dim, q.element_size())
+    plan = plan or plan_prefill(batch.max_query_len, group, head_dim, q.element_size())
     tokens = plan.rows // group
     # One more "request" clears the padding tokens behind the last real one.
     num_tiles = num_tokens // tokens + num_reqs + 1
@@ -101,7 +103,10 @@ def prefill_attention(
     return out
 
 
-@jit(counts=("num_tokens", "num_reqs"), tables=("query_start_loc", "seq_lens", "block_tables"))
+@jit(
+    counts=("num_tokens", "num_reqs", "table_stride"),
+    tables=("query_start_loc", "seq_lens", "block_tables"),
+)
 def _prefill_kernel(
     q: tl.tensor,
     k_cache: tl.tensor,

@@ -193,11 +193,14 @@ def _qk_norm_rope_kv_write_kernel(
     tl.store(place + half, new_second, mask=is_qk)
 
     slot = tl.load(slot_mapping + token).to(tl.int64)
+    if slot < 0:
+        return
     kv_row = slot * (NUM_KV_HEADS * HEAD_DIM) + lane
-    is_k = inside & (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS) & (slot >= 0)
+    is_k = is_qk & (head >= NUM_HEADS)
     k_place = k_cache + kv_row + (head - NUM_HEADS) * HEAD_DIM
     tl.store(k_place, new_first, mask=is_k)
     tl.store(k_place + half, new_second, mask=is_k)
+    is_v = is_v & inside
     v_place = v_cache + kv_row + (head - NUM_HEADS - NUM_KV_HEADS) * HEAD_DIM
-    tl.store(v_place, new_first, mask=inside & is_v & (slot >= 0))
-    tl.store(v_place + half, new_second, mask=inside & is_v & (slot >= 0))
+    tl.store(v_place, new_first, mask=is_v)
+    tl.store(v_place + half, new_second, mask=is_v)

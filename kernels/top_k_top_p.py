@@ -14,7 +14,7 @@ from __future__ import annotations
 import torch
 
 WEIGHT_BITS = 40  # a vocabulary of 2**22 such weights still sums within int64
-CHUNK_ELEMENTS = 1 << 22  # logits sorted at a time, which bounds the scratch memory to ~150 MiB
+CHUNK_ELEMENTS = 1 << 22  # logits sorted at a time: 64 bytes of scratch for each
 
 
 def uses_top_k_top_p(top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,8 @@ def make_config(settings: Mapping[str, Any]) -> Config:
     for given, value in settings.items():
         name = ALIASES.get(given, given)
         if name in REFUSED:
-            if not value or value == 1:  # an explicit "off" asks for what we do anyway
+            # an explicit "off" asks for what we do anyway; True == 1, but is no off
+            if not value or (value == 1 and value is not True):
                 continue
             raise ValueError(f"{given} {value!r}: {REFUSED[name]}")
         if name not in known:
@@ -101,7 +102,7 @@ def check(config: Config) -> None:
     for name, allowed in CHOICES.items():
         value = getattr(config, name)
         if value not in allowed:
-            raise ValueError(f"{name} {value!r}: {did_you_mean(value, allowed)}")
+            raise ValueError(f"{name} {value!r}: use {' or '.join(allowed)}")
     _check_counts(config)
     if not 0 < config.gpu_memory_utilization <= 1:
         raise ValueError(

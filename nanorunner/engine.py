@@ -20,7 +20,7 @@ from nanorunner.request import RequestUpdate, check_prompt, make_request
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
 from nanorunner.scheduler_stats import SchedulerStats
-from nanorunner.workers.messages import StepHandle
+from nanorunner.workers.messages import Int32, StepHandle
 
 LAST_REQUEST_ID = 2**31 - 1  # ids cross the wire as int32, then start again at 0
 
@@ -63,6 +63,24 @@ class Engine:
 
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise the ValueError that add_request would raise, and queue nothing."""
+        self._checked_prompt(prompt_ids, params)
+
+    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queue a request and return its id; ValueError, with nothing queued, if it cannot run."""
+        self._check_usable()
+        prompt = self._checked_prompt(prompt_ids, params)
+        request_id = self._next_id
+        while self.scheduler.has_request(request_id):
+            request_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
+        self._next_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
+        # Drawn for every request, so that one with its own seed does not shift the others'.
+        default_seed = self._random.getrandbits(64)
+        self.scheduler.add(
+            make_request(request_id, prompt, params, default_seed, self.scheduler.max_model_len)
+        )
+        return request_id
+
+    def _checked_prompt(self, prompt_ids: Sequence[int], params: SamplingParams) -> Int32:
         prompt = check_prompt(prompt_ids, self._vocab_size)
         self.scheduler.check_prompt_fits(len(prompt))
         for token_id in params.stop_token_ids:
@@ -71,22 +89,7 @@ class Engine:
                     f"stop_token_ids: {token_id} is not in the vocabulary; "
                     f"use 0 to {self._vocab_size - 1}"
                 )
-
-    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a request and return its id; ValueError, with nothing queued, if it cannot run."""
-        self._check_usable()
-        self.check_request(prompt_ids, params)
-        request_id = self._next_id
-        while self.scheduler.has_request(request_id):
-            request_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
-        self._next_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
-        # Drawn for every request, so that one with its own seed does not shift the others'.
-        default_seed = self._random.getrandbits(64)
-        prompt = check_prompt(prompt_ids, self._vocab_size)
-        self.scheduler.add(
-            make_request(request_id, prompt, params, default_seed, self.scheduler.max_model_len)
-        )
-        return request_id
+        return prompt
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything left to run, to read or to report."""
@@ -99,7 +102,10 @@ class Engine:
         raises KeyboardInterrupt with the engine usable; a second one breaks the engine.
         """
         updates, self._other_updates = self._other_updates, []
-        for update in self._step():
+        brought = self._step()
+        if not self._stream_updates:
+            return updates + brought
+        for update in brought:
             stream = self._stream_updates.get(update.request_id)
             if stream is None:
                 updates.append(update)

@@ -22,10 +22,14 @@ _ITEMS: dict[str, type] = {"tuple[str, ...]": str, "tuple[int, ...]": int}
 def check_types(settings: Any) -> None:
     """Raise ValueError for the first field whose value is not of its annotated type."""
     for field in fields(settings):
-        value, wanted = getattr(settings, field.name), str(field.type)
-        if not _fits(value, wanted):
-            name = wanted.split(" |")[0]
-            raise ValueError(f"{field.name} {value!r}: is {type(value).__name__}, use {name}")
+        check_type(field.name, getattr(settings, field.name), str(field.type))
+
+
+def check_type(name: str, value: Any, wanted: str) -> None:
+    """Raise ValueError when a value is not of the type that an annotation names."""
+    if not _fits(value, wanted):
+        kind = wanted.split(" |")[0]
+        raise ValueError(f"{name} {value!r}: is {type(value).__name__}, use {kind}")
 
 
 def _fits(value: Any, wanted: str) -> bool:

@@ -16,12 +16,12 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from nanorunner.did_you_mean import did_you_mean
-from nanorunner.field_types import check_types
+from nanorunner.field_types import check_type, check_types
 from nanorunner.outputs import RequestOutput
 from nanorunner.sampling_params import SamplingParams
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-SAMPLING_KEYS = tuple(field.name for field in fields(SamplingParams))
+SAMPLING_KEYS = {field.name: str(field.type) for field in fields(SamplingParams)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +108,9 @@ def _row(index: int, entry: dict[str, Any], defaults: SamplingParams) -> Row:
     if kind == "prompt" and not isinstance(entry[kind], str):
         raise ValueError(f"prompt: is {type(entry[kind]).__name__}, use a string")
     settings = {key: entry[key] for key in SAMPLING_KEYS if key in entry}
+    for key, value in settings.items():  # before SamplingParams compares them with numbers
+        if not SAMPLING_KEYS[key].startswith("tuple"):
+            check_type(key, value, SAMPLING_KEYS[key])
     params = replace(defaults, **settings)
     check_types(params)
     own: dict[str, Any] = {kind: entry[kind]}

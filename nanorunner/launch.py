@@ -157,6 +157,7 @@ class Ranks:
         watcher.begin(channel.frame + 1, method, timeout_s)
         try:
             yield
+            watcher.check()  # an aborted collective returns, with nonsense in its tensors
         except RankDied:
             raise
         except BaseException as error:

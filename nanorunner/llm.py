@@ -20,6 +20,7 @@ from tqdm import tqdm
 from nanorunner.answer import Answer
 from nanorunner.build import build_engine
 from nanorunner.config import Config, make_config
+from nanorunner.field_types import check_types
 from nanorunner.outputs import RequestOutput
 from nanorunner.prompts import Prompt, read_messages, read_params, read_prompts
 from nanorunner.resolve import Resolved, resolve
@@ -108,6 +109,7 @@ class LLM:
 
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Return a prompt as an Answer that can be queued; ValueError when it cannot be served."""
+        check_types(params)
         if self.tokenizer is None:
             if prompt.token_ids is None:
                 raise ValueError(

@@ -28,6 +28,7 @@ from nanorunner.block_manager import BlockManager
 from nanorunner.request import NO_ROW, Request, RequestUpdate
 from nanorunner.roster import Roster
 from nanorunner.running_table import Rows, RunningTable
+from nanorunner.sampled_ids import SampledIds
 from nanorunner.scheduler_stats import SchedulerStats
 from nanorunner.step_plan import ScheduledStep, StepPlan
 from nanorunner.workers.messages import BLOCK_SIZE, Int32, StepInput, StepOutput
@@ -82,12 +83,11 @@ class Scheduler:
         table = RunningTable(depth * max_num_seqs, max_model_len, block_size)
         self.roster = Roster(table, BlockManager(num_blocks), prefix_cache)
         self._send_sampled_ids = send_sampled_ids
-        self._is_eos = np.zeros(vocab_size, dtype=np.bool_)
-        self._is_eos[[token_id for token_id in eos_token_ids if token_id < vocab_size]] = True
+        self._ids = SampledIds(vocab_size, eos_token_ids)
         self._unread: deque[ScheduledStep] = deque()
         self._next_step_id = 0
         self._last_decode_ids: Int32 | None = None  # of the last step, if all had one token
-        self._sampled_ids = b""  # for the next StepInput, runner v1
+        self._sampled_bytes = b""  # for the next StepInput, runner v1
         self._failed: list[RequestUpdate] = []
 
     # What the engine asks.
@@ -230,7 +230,7 @@ class Scheduler:
         table.unread[rows] += 1
         sample_ids = table.request_id[sample_rows]
         removed, roster.removed = roster.removed, []
-        sampled_ids, self._sampled_ids = self._sampled_ids, b""
+        sampled_ids, self._sampled_bytes = self._sampled_bytes, b""
         step_input = StepInput(
             step_id=self._next_step_id,
             removed=np.array(removed, dtype=np.int32).tobytes() if removed else b"",
@@ -278,21 +278,18 @@ class Scheduler:
         """
         roster, table = self.roster, self.roster.table
         step = self._unread.popleft()
-        new_ids = self._checked_ids(step, output)
+        new_ids = self._ids.check(step, output)
         table.unread[step.rows] -= 1
         rows, request_ids = step.sample_rows, step.sample_ids
         if self._send_sampled_ids:
-            self._sampled_ids = new_ids.tobytes()
+            self._sampled_bytes = new_ids.tobytes()
         alive = table.alive[rows]
         if not alive.all():
             self.stats.dropped_ids += len(rows) - int(np.count_nonzero(alive))
             rows, request_ids, new_ids = rows[alive], request_ids[alive], new_ids[alive]
 
         known = table.append(rows, new_ids)
-        is_stop = self._is_eos[new_ids] & table.obeys_eos[rows]
-        for at in np.flatnonzero(table.has_stop_ids[rows]).tolist():
-            is_stop[at] |= int(new_ids[at]) in table.request(int(rows[at])).stop_token_ids
-        is_stop &= known >= table.min_len[rows]
+        is_stop = self._ids.are_stops(table, rows, new_ids)
         is_done = is_stop | (known >= table.limit[rows])
 
         reasons: list[str | None] = [None] * len(rows)
@@ -303,24 +300,6 @@ class Scheduler:
         roster.release_read(step.rows)
         lists = [[new_id] for new_id in new_ids.tolist()]
         return list(map(_make_update, zip(request_ids.tolist(), lists, reasons, strict=True)))
-
-    def _checked_ids(self, step: ScheduledStep, output: StepOutput) -> Int32:
-        """Return the output's ids; RuntimeError, before any is stored, if they are not this step's.
-
-        Also found here: an id that no token has, such as a placeholder that was never filled.
-        """
-        due, came = step.step_input.step_id, output.step_id
-        ids = np.asarray(output.token_ids, dtype=np.int32)
-        if came != due:
-            raise RuntimeError(f"the runner answered step {came}; step {due} was due")
-        if ids.size != step.sample_ids.size or not np.array_equal(
-            output.request_ids, step.sample_ids
-        ):
-            raise RuntimeError(f"step {due}: the runner sampled for other requests than told")
-        # As unsigned numbers, so that one comparison finds negative ids as well.
-        if ids.size and int(ids.view(np.uint32).max()) >= self._is_eos.size:
-            raise RuntimeError(f"step {due}: a sampled id is not in the vocabulary")
-        return ids
 
     def _end(self, request: Request) -> None:
         self.roster.end(request)

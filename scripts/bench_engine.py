@@ -171,30 +171,42 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         if not args.no_warm_up:
             warm_up = measure(llm, make_workload(WARM_UP, vocab_size), args.temperature, 1)
             warm_up_s = warm_up["seconds"][0]
+        result: dict[str, Any] = {
+            "engine": "nanorunner",
+            "model": args.model,
+            "tp": args.tp,
+            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join(["python", "scripts/bench_engine.py", *argv]),
+            "startup_s": round(startup_s, 2),
+            "warm_up_s": round(warm_up_s, 2),
+            "versions": describe_machine(),
+            "config": asdict(llm.resolved.config),
+            "loads": {},
+        }
         print(f"{args.model} tp {args.tp}: start-up {startup_s:.1f} s, warm-up {warm_up_s:.1f} s")
-        print(FORMAT.format("load", "in", "out", "in tok/s", "out tok/s", "seconds"))
-        loads: dict[str, Any] = {}
+        print(FORMAT.format("load", "in", "out", "in tok/s", "out tok/s", "seconds"), flush=True)
         for name in names:
             temperature = 0.0 if name in GREEDY_LOADS else args.temperature
             row = measure(llm, make_workload(name, vocab_size), temperature, args.repeats)
-            loads[name] = row
-            rates = (f"{row[f'{side}_tokens_per_s']:,.0f}" for side in ("input", "output"))
-            seconds = " ".join(f"{second:.3f}" for second in row["seconds"])
-            counts = (row["input_tokens"], row["output_tokens"])
-            print(FORMAT.format(name, *counts, *rates, seconds), flush=True)
-        config = asdict(llm.resolved.config)
-    return {
-        "engine": "nanorunner",
-        "model": args.model,
-        "tp": args.tp,
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", "scripts/bench_engine.py", *argv]),
-        "startup_s": round(startup_s, 2),
-        "warm_up_s": round(warm_up_s, 2),
-        "versions": describe_machine(),
-        "config": config,
-        "loads": loads,
-    }
+            result["loads"][name] = row
+            print_row(name, row)
+            write(result, args.out)  # after each load: an end half-way keeps what is measured
+    return result
+
+
+def print_row(name: str, row: dict[str, Any]) -> None:
+    """Print one load's line of the table."""
+    rates = (f"{row[f'{side}_tokens_per_s']:,.0f}" for side in ("input", "output"))
+    seconds = " ".join(f"{second:.3f}" for second in row["seconds"])
+    line = FORMAT.format(name, row["input_tokens"], row["output_tokens"], *rates, seconds)
+    print(line, flush=True)
+
+
+def write(result: dict[str, Any], out: Path | None) -> None:
+    """Write the result so far to --out, if that was given."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:
@@ -209,9 +221,6 @@ def main(argv: list[str]) -> int:
         result = run(args, argv)
     except ValueError as error:
         parser.error(str(error))
-    if args.out is not None:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(result))
     return 0
 

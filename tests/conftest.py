@@ -1,7 +1,7 @@
 """What holds for every test: a hard time limit, and nothing left behind.
 
-Folders say what a test needs: pure (no torch), cpu (torch), gpu (CUDA). A file whose need is missing
-is skipped by that name; with --fail-on-skip a skip in pure or cpu is a failure, as CI runs both.
+Folders say what a test needs: pure (no torch), cpu (torch), gpu (CUDA). A file whose need is
+missing is skipped by that name; with --fail-on-skip a skip in pure or cpu is a failure: CI runs both.
 """
 
 from __future__ import annotations
@@ -86,13 +86,11 @@ def pytest_pycollect_makemodule(
 class _SkippedModule(pytest.Module):
     """A test file that this machine cannot run; its imports are not tried."""
 
-    def collect(self) -> list[pytest.Item | pytest.Collector]:  # type: ignore[override]
+    def collect(self) -> list[pytest.Item | pytest.Collector]:
         pytest.skip(f"needs {self.missing}", allow_module_level=True)  # type: ignore[attr-defined]
 
 
-def pytest_terminal_summary(
-    terminalreporter: Any, exitstatus: int, config: pytest.Config
-) -> None:
+def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
     if skipped := _forbidden_skips(config, terminalreporter):
         terminalreporter.write_line(f"--fail-on-skip: skipped in pure or cpu: {skipped}", red=True)
 

@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]  # parameters filled so far, parameters in
 
 
 def load_weights(decoder: Decoder, config: RunnerConfig, progress: Progress | None = None) -> None:
-    """Fill every parameter of this rank's decoder once, from config.checkpoint or made up.
+    """Fill every parameter of this rank's decoder once, and make it ready to run.
 
     load_format "safetensors" reads only this rank's slices; "dummy" draws them from config.seed
     (normal * 0.02, norms 1). Raises ValueError, with the decoder half filled, by name for a tensor
@@ -41,6 +41,7 @@ def load_weights(decoder: Decoder, config: RunnerConfig, progress: Progress | No
         else:
             raise ValueError(f"load_format {config.load_format}: use safetensors or dummy")
         fill(decoder, read, progress)
+    decoder.pack_for_cpu()
 
 
 @torch.no_grad()

@@ -111,7 +111,7 @@ def test_a_rank_killed_before_the_ranks_have_met_frees_rank_0() -> None:
 
     killer = threading.Thread(target=kill_early)
     killer.start()
-    with pytest.raises(RankDied, match="rank 1 .* was killed by SIGKILL"), ranks_of(2):
+    with pytest.raises(RankDied, match=r"rank 1 .* was killed by SIGKILL"), ranks_of(2):
         pass
     killer.join(20)
     assert time.monotonic() - killed_at[0] < DETECTION_S

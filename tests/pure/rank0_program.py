@@ -22,10 +22,8 @@ def say(what: str, **more: object) -> None:
 
 phase = sys.argv[1]
 say("starting")
-if phase == "spawn":  # say so while the processes start, not after
-    threading.Thread(target=lambda: (time.sleep(0.03), say("spawn"))).start()
-if phase == "load":
-    threading.Thread(target=lambda: (time.sleep(0.5), say("load"))).start()
+if phase in ("spawn", "load"):  # say so while the processes start, not after
+    threading.Timer(0.03 if phase == "spawn" else 0.5, say, [phase]).start()
 ranks = rank_harness.start_ranks(3)
 say("ready", pids=ranks.call_all("pid"))
 try:

@@ -108,7 +108,7 @@ def test_a_stop_id_outside_the_vocabulary_is_refused() -> None:
 
 
 def test_any_eos_of_the_set_stops_and_is_part_of_the_ids() -> None:
-    engine, _ = make_engine(eos=frozenset({IDS[4], 10_000}))
+    engine, _ = make_engine(eos=frozenset({IDS[4], 10_000, -1}))
     assert run(engine, engine.add_request(PROMPT, params())) == (IDS[:5], "stop")
 
 
@@ -270,11 +270,13 @@ def test_a_second_ctrl_c_gets_out_at_once_and_the_engine_says_so_afterwards() ->
 
 def test_a_failed_step_breaks_the_engine_with_the_same_error_ever_after() -> None:
     engine, runner = make_engine()
-    request = engine.add_request(PROMPT, params())
+    request = engine.add_request(PROMPT * 4, params())
     runner.fails = True
     for _ in range(2):
         with pytest.raises(BrokenRank, match="rank 1 died"):
             engine.step()
+    # what was never written can never be hit
+    assert len(engine.scheduler.roster.blocks.prefix_cache) == 0
     runner.fails = False
     with pytest.raises(BrokenRank, match="rank 1 died"):
         engine.add_request(PROMPT, params())

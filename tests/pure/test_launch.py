@@ -74,8 +74,7 @@ def test_a_full_ring_with_a_dead_or_stopped_reader_ends_by_name(stop: signal.Sig
         pid = ranks.call_all("pid")[2]
         os.kill(pid, stop)
         with pytest.raises(RankDied, match=rf"rank 2 \(pid {pid}\)") as caught:
-            for number in range(100):
-                ranks.call("step", number, bytes([number % 251]) * 100_000)
+            _step_often(ranks)
         assert caught.value.rank == 2
         assert caught.value.method == "step"
         if stop == signal.SIGSTOP:
@@ -247,6 +246,11 @@ def test_the_end_of_the_starting_thread_is_named_as_the_cause() -> None:
 def test_too_many_ranks_for_the_wire_are_refused_before_a_process_starts() -> None:
     with pytest.raises(ValueError, match="the wire has room for"):
         Ranks(make_config(1000), "dummy_runner:make_runner", with_group=False)
+
+
+def _step_often(ranks: Ranks) -> None:
+    for number in range(100):
+        ranks.call("step", number, bytes([number % 251]) * 100_000)
 
 
 def _has_failed(ranks: Ranks) -> bool:

@@ -95,9 +95,7 @@ def test_killing_the_whole_group_leaves_no_name_in_shared_memory(start: Any, pha
 
 
 @pytest.mark.parametrize("phase", ["load", "burn"])
-def test_a_killed_rank_ends_the_program_with_an_error_that_names_it(
-    start: Any, phase: str
-) -> None:
+def test_a_killed_rank_ends_the_program_with_an_error_that_names_it(start: Any, phase: str) -> None:
     program = start(phase)
     program.reach(phase)
     victim = max(tagged_pids(program.tag) - {program.pid})
@@ -153,7 +151,7 @@ def test_no_rank_holds_what_is_not_its_own_or_spins_when_idle(start: Any) -> Non
         assert len({link for link in links if link.startswith("socket:")}) == 1
         assert os.readlink(f"/proc/{pid}/fd/0") == "/dev/null"
         assert os.readlink(f"/proc/{pid}/fd/1") == os.readlink(f"/proc/{pid}/fd/2")
-        wait_until(lambda pid=pid: state(pid) == "S")  # an idle rank sleeps
+    wait_until(lambda: all(state(pid) == "S" for pid in pids[1:]))  # an idle rank sleeps
 
 
 def test_the_segment_has_the_size_and_the_privacy_it_should_have(start: Any) -> None:
@@ -163,7 +161,9 @@ def test_the_segment_has_the_size_and_the_privacy_it_should_have(start: Any) -> 
         lines = [line for line in maps if "/memfd:nanorunner-" in line]
     first, last = (int(part, 16) for part in lines[0].split()[0].split("-"))
     assert last - first == 1 << 20
-    fd = next(fd for fd in _fds(pids[1]) if "nanorunner-" in os.readlink(f"/proc/{pids[1]}/fd/{fd}"))
+    fd = next(
+        fd for fd in _fds(pids[1]) if "nanorunner-" in os.readlink(f"/proc/{pids[1]}/fd/{fd}")
+    )
     assert os.stat(f"/proc/{pids[1]}/fd/{fd}").st_mode & 0o777 == 0o600
 
 

@@ -16,15 +16,22 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.linear import can_pack, linear, pack
 from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
-from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
+from nanorunner.kernels.self_attention import (
+    AttentionPlan,
+    HeadShape,
+    plan_attention,
+    self_attention,
+)
 from nanorunner.kernels.silu_mul import silu_mul
 from nanorunner.workers.model_config import ModelConfig
 from nanorunner.workers.models.rope import cos_sin_table
 from nanorunner.workers.shards import even_shard, head_shard
 from nanorunner.workers.weight_plan import weight_plan
+
+PROJECTIONS = ("qkv", "o", "gate_up", "down")  # the fields of Layer that linear() multiplies
 
 
 class AllReduce(Protocol):
@@ -36,7 +43,7 @@ class AllReduce(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """One layer's parameters on this rank; views of Decoder.parameters, None where absent."""
+    """One layer's parameters on this rank, the tensors of Decoder.parameters; None where absent."""
 
     input_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(local_heads + 2 * local_kv_heads) * head_dim, hidden]
@@ -56,7 +63,7 @@ class Decoder:
     """The model of one rank. Zero until weights.load_weights() has filled `parameters`.
 
     parameters: name -> tensor as weight_plan.py lists them. Owner: this object. Place: `device`.
-    Lifetime: until release(). Last writer: load_weights.
+    Lifetime: until release(). Last writer: load_weights, which ends with pack_for_cpu().
     """
 
     def __init__(
@@ -78,7 +85,7 @@ class Decoder:
         heads = head_shard(model.num_heads, model.num_kv_heads, tp, rank)
         self.local_heads, self.local_kv_heads = heads.local_heads, heads.local_kv_heads
         self.local_vocab, self.vocab = even_shard(model.vocab_size, tp, rank)
-        self.scale = model.head_dim**-0.5
+        self.head_shape = HeadShape(heads.local_heads, heads.local_kv_heads, model.head_dim)
 
         self.parameters = {
             parameter.name: torch.zeros(parameter.shape, dtype=dtype, device=device)
@@ -105,11 +112,15 @@ class Decoder:
         [num_blocks, 256, local_kv_heads, head_dim].
         """
         eps = self.model.rms_norm_eps
+        block_size = k_caches[0].shape[1]
+        plan = plan_attention(
+            positions, self.cos_sin, batch, self.attention_backend, self.dtype, block_size
+        )
         residual = self.embed_tokens(input_ids)
         x = rms_norm(residual, self.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for index, layer in enumerate(self.layers):
-            x = self.attention(layer, x, positions, batch, k_caches[index], v_caches[index])
+            x = self.attention(layer, x, plan, k_caches[index], v_caches[index])
             x = add_rms_norm(x, residual, layer.post_norm, eps)
             x = self.mlp(layer, x)
             x = add_rms_norm(x, residual, next_norms[index], eps)
@@ -128,48 +139,55 @@ class Decoder:
         self,
         layer: Layer,
         x: torch.Tensor,
-        positions: torch.Tensor,
-        batch: AttentionBatch,
+        plan: AttentionPlan,
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Return self-attention's output [num_tokens, hidden], summed over the ranks."""
-        num_tokens, head_dim = len(x), self.model.head_dim
-        qkv = F.linear(x, layer.qkv, layer.qkv_bias)
-        qk_norm_rope_kv_write(
+        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        out = self_attention(
             qkv,
-            positions,
-            self.cos_sin,
-            batch.slot_mapping,
+            plan,
             k_cache,
             v_cache,
-            num_heads=self.local_heads,
-            num_kv_heads=self.local_kv_heads,
-            head_dim=head_dim,
-            q_norm=layer.q_norm,
-            k_norm=layer.k_norm,
-            eps=self.model.rms_norm_eps,
+            self.head_shape,
+            layer.q_norm,
+            layer.k_norm,
+            self.model.rms_norm_eps,
         )
-        q = qkv[:, : self.local_heads * head_dim].view(num_tokens, self.local_heads, head_dim)
-        out = paged_attention(
-            q, k_cache, v_cache, batch, scale=self.scale, backend=self.attention_backend
-        )
-        return self.group.all_reduce(F.linear(out.view(num_tokens, -1), layer.o, layer.o_bias))
+        return self.group.all_reduce(linear(out, layer.o, layer.o_bias))
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """Return the SwiGLU MLP's output [num_tokens, hidden], summed over the ranks."""
-        x = silu_mul(F.linear(x, layer.gate_up, layer.gate_up_bias))
-        return self.group.all_reduce(F.linear(x, layer.down, layer.down_bias))
+        x = silu_mul(linear(x, layer.gate_up, layer.gate_up_bias))
+        return self.group.all_reduce(linear(x, layer.down, layer.down_bias))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits [rows, local_vocab] of the rows that the caller picked.
 
         An fp32 sum rounded to the model dtype. Column i is id vocab.start + i; padded ids are -inf.
         """
-        logits = F.linear(hidden, self.lm_head)
+        logits = linear(hidden, self.lm_head)
         if self.vocab.size < self.local_vocab:
             logits[:, self.vocab.size :] = -torch.inf
         return logits
+
+    def pack_for_cpu(self) -> None:
+        """Lay the projections out for the CPU, once, after the last weight was written.
+
+        Does nothing where plain weights are best (kernels/linear.py). The plain copies go, but for
+        an embedding that a tied head needs too: there the packed head is a second copy.
+        """
+        if not can_pack(self.device, self.dtype):
+            return
+        for index in range(len(self.layers)):
+            for field in PROJECTIONS:
+                name = f"layers.{index}.{field}"
+                self.parameters[name] = pack(self.parameters[name])
+            self.layers[index] = self._layer(index)
+        self.lm_head = pack(self.lm_head)
+        if not self.model.tie_word_embeddings:
+            self.parameters["lm_head"] = self.lm_head
 
     def release(self) -> None:
         """Let go of every tensor; the model cannot run afterwards. A second call does nothing."""

@@ -1,0 +1,110 @@
+"""Inputs of the kernel tests: hostile memory, ragged lengths, and an oracle of another make.
+
+Every slot that no token was written to holds NaN, and every table entry past a request's length is
+out of range, so a kernel that reads what it must not read cannot pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import NamedTuple
+
+import torch
+
+from nanorunner.kernels.attention_batch import AttentionBatch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BLOCK_TOKENS = 256
+JUNK_BLOCK = 10**8
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+class AttentionCase(NamedTuple):
+    """One call of paged_attention."""
+
+    q: torch.Tensor
+    k_cache: torch.Tensor
+    v_cache: torch.Tensor
+    batch: AttentionBatch
+    scale: float
+
+
+def attention_case(
+    requests: list[tuple[int, int]],
+    heads: tuple[int, int, int],
+    dtype: torch.dtype = torch.float32,
+    padded_requests: int = 0,
+    padded_tokens: int = 0,
+) -> AttentionCase:
+    """Return a case of (query_len, seq_len) requests and (Hq, Hk, head_dim) heads.
+
+    Padded requests have lengths 0 and a table of junk; padded tokens follow the real ones.
+    """
+    num_heads, num_kv_heads, head_dim = heads
+    query_lens = [query_len for query_len, _ in requests] + [0] * padded_requests
+    seq_lens = [seq_len for _, seq_len in requests] + [0] * padded_requests
+    max_blocks = max(1, *(-(-seq_len // BLOCK_TOKENS) for seq_len in seq_lens)) + 1
+    num_blocks = len(requests) * max_blocks + 1
+    generator = torch.Generator().manual_seed(len(requests) + head_dim)
+
+    k_cache = poison((num_blocks, BLOCK_TOKENS, num_kv_heads, head_dim), dtype)
+    v_cache = k_cache.clone()
+    free = iter(torch.randperm(num_blocks, generator=generator).tolist())
+    tables = torch.full((len(seq_lens), max_blocks), JUNK_BLOCK, dtype=torch.int32)
+    for i, seq_len in enumerate(seq_lens):
+        for j in range(-(-seq_len // BLOCK_TOKENS)):
+            block = tables[i, j] = next(free)
+            num_tokens = min(BLOCK_TOKENS, seq_len - j * BLOCK_TOKENS)
+            for cache in (k_cache, v_cache):
+                rows = torch.randn((num_tokens, num_kv_heads, head_dim), generator=generator)
+                cache[block, :num_tokens] = rows.to(cache)
+
+    num_tokens = sum(query_lens) + padded_tokens
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    qkv = torch.randn((num_tokens, width), generator=generator).to(DEVICE, dtype)
+    q = qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
+    starts = [0, *itertools.accumulate(query_lens)]
+    batch = AttentionBatch(
+        torch.tensor(starts, dtype=torch.int32, device=DEVICE),
+        torch.tensor(seq_lens, dtype=torch.int32, device=DEVICE),
+        tables.to(DEVICE),
+        torch.full((num_tokens,), -1, device=DEVICE),  # attention reads no slot
+        max(query_lens),
+        max(seq_lens),
+    )
+    return AttentionCase(q, k_cache, v_cache, batch, head_dim**-0.5)
+
+
+def expected_attention(case: AttentionCase) -> torch.Tensor:
+    """Return the output in float64, one request and one plain softmax at a time."""
+    out = torch.zeros(case.q.shape, dtype=torch.float64, device=case.q.device)
+    group = case.q.shape[1] // case.k_cache.shape[2]
+    starts = case.batch.query_start_loc.tolist()
+    for i, seq_len in enumerate(case.batch.seq_lens.tolist()):
+        start, end = starts[i], starts[i + 1]
+        blocks = case.batch.block_tables[i, : -(-seq_len // BLOCK_TOKENS)].long()
+        if end == start:
+            continue
+        k, v = (
+            cache[blocks].flatten(0, 1)[:seq_len].double().repeat_interleave(group, dim=1)
+            for cache in (case.k_cache, case.v_cache)
+        )
+        score = torch.einsum("qhd,khd->hqk", case.q[start:end].double(), k) * case.scale
+        hidden = torch.ones(score.shape[1:], dtype=torch.bool, device=score.device)
+        score = score.masked_fill(hidden.triu(seq_len - (end - start) + 1), -torch.inf)
+        out[start:end] = torch.einsum("hqk,khd->qhd", score.softmax(dim=-1), v)
+    return out
+
+
+def check_attention(case: AttentionCase, out: torch.Tensor) -> None:
+    """Fail unless out is the expected attention, zero in padded rows, contiguous, in q's dtype."""
+    assert out.dtype == case.q.dtype
+    assert out.is_contiguous()
+    tolerance = TOLERANCE[out.dtype]
+    torch.testing.assert_close(out.double(), expected_attention(case), rtol=0, atol=tolerance)
+    assert not out[int(case.batch.query_start_loc[-1]) :].any(), "padded rows must be zero"
+
+
+def poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return NaN memory; freed, it is what the next allocation of its size likely gets."""
+    return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)

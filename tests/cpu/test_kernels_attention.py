@@ -1,0 +1,138 @@
+"""Attention equals a float64 softmax on hostile memory: the reference and both Triton kernels."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from kernel_cases import AttentionCase, attention_case, check_attention, poison
+
+from nanorunner.kernels.attention import paged_attention
+from nanorunner.kernels.decode_attention import DecodePlan, decode_attention, plan_decode
+from nanorunner.kernels.flash_attention import load_flash_attention
+from nanorunner.kernels.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
+
+# Query heads, KV heads, head dim: groups that are no power of two, one KV head, odd head dims.
+HEADS = [(9, 3, 64), (4, 1, 80), (5, 5, 96), (2, 1, 128), (2, 2, 256), (17, 1, 16)]
+DECODES = [(1, 5), (1, 256), (1, 257), (1, 1)]
+MIXED = [(40, 40), (1, 300), (3, 258), (70, 190), (1, 1)]
+
+
+def run(case: AttentionCase, backend: str) -> torch.Tensor:
+    poison(case.q.shape, case.q.dtype)
+    return paged_attention(
+        case.q, case.k_cache, case.v_cache, case.batch, case.scale, backend=backend
+    )
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_decodes_of_ragged_lengths_equal_a_plain_softmax(
+    heads: tuple[int, int, int], backend: str
+) -> None:
+    case = attention_case(DECODES, heads)
+    check_attention(case, run(case, backend))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_prompts_chunks_and_decodes_share_one_batch(
+    heads: tuple[int, int, int], backend: str
+) -> None:
+    case = attention_case(MIXED, heads)
+    check_attention(case, run(case, backend))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_one_request_alone_equals_a_plain_softmax(backend: str) -> None:
+    for request in [(1, 1), (1, 700), (1, 256), (5, 5), (5, 300)]:
+        case = attention_case([request], (6, 3, 64))
+        check_attention(case, run(case, backend))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_padded_rows_are_zero_and_their_tables_are_never_followed(backend: str) -> None:
+    for case in (
+        attention_case(DECODES[:3], (6, 3, 64), padded_requests=2, padded_tokens=2),
+        attention_case(MIXED[:3], (6, 3, 64), padded_requests=2, padded_tokens=70),
+        attention_case([], (6, 3, 64), padded_requests=2, padded_tokens=2),
+    ):
+        check_attention(case, run(case, backend))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    # The interpreter multiplies the bits of bfloat16 matrices; tests/gpu checks that dtype.
+    [("torch", torch.bfloat16), ("torch", torch.float16), ("triton", torch.float16)],
+)
+def test_half_precision_keeps_a_float32_softmax(backend: str, dtype: torch.dtype) -> None:
+    for requests in (DECODES, MIXED):
+        case = attention_case(requests, (4, 2, 64), dtype)
+        check_attention(case, run(case, backend))
+
+
+@pytest.mark.parametrize("num_splits", [1, 2, 8, 64])
+@pytest.mark.parametrize("tile", [16, 32, 128])
+def test_any_number_of_splits_gives_the_same_answer(num_splits: int, tile: int) -> None:
+    case = attention_case([(1, 700), (1, 3), (1, 512)], (4, 2, 32), padded_requests=1)
+    q = torch.cat((case.q, case.q[:1]))
+    out = decode_attention(
+        q, case.k_cache, case.v_cache, case.batch, case.scale, DecodePlan(num_splits, tile, 4, 2)
+    )
+    check_attention(case, out[:3])
+    assert not out[3].any()
+
+
+@pytest.mark.parametrize(("rows", "tile"), [(16, 16), (32, 64), (128, 128)])
+def test_any_prefill_tile_gives_the_same_answer(rows: int, tile: int) -> None:
+    case = attention_case(MIXED, (6, 2, 32), padded_requests=1, padded_tokens=5)
+    out = prefill_attention(
+        case.q, case.k_cache, case.v_cache, case.batch, case.scale, PrefillPlan(rows, tile, 4, 2)
+    )
+    check_attention(case, out)
+
+
+def test_a_chunk_sees_the_chunks_before_it_and_nothing_after() -> None:
+    """The last 30 rows of a whole prompt equal the same 30 tokens sent as a chunk."""
+    whole = attention_case([(290, 290)], (4, 2, 64))
+    chunk = whole._replace(
+        q=whole.q[-30:],
+        batch=whole.batch._replace(
+            query_start_loc=torch.tensor([0, 30], dtype=torch.int32, device=whole.q.device),
+            max_query_len=30,
+        ),
+    )
+    for backend in ("torch", "triton"):
+        out = run(chunk, backend)
+        torch.testing.assert_close(out, run(whole, backend)[-30:], rtol=0, atol=1e-5)
+
+
+def test_splits_depend_on_the_batch_size_alone_and_fill_the_device() -> None:
+    heads, processors = (16, 8, 128), 132
+    splits = [plan_decode(n, *heads, 2, processors).num_splits for n in (1, 8, 16, 64, 256)]
+    assert splits == [32, 8, 4, 1, 1]
+    assert plan_decode(1, 4, 1, 128, 2, processors).num_splits == 64
+
+
+def test_a_tile_never_crosses_a_block_and_plans_are_few() -> None:
+    """Each plan is one compilation, so a serving engine must meet only a handful."""
+    for (q, k, d), size in itertools.product([*HEADS, (71, 1, 64), (32, 8, 128)], (2, 4)):
+        decode = {plan_decode(n, q, k, d, size, 132) for n in range(1, 1025)}
+        prefill = {plan_prefill(n, q // k, d, size) for n in range(1, 1025)}
+        assert all(256 % plan.tile_tokens == 0 for plan in decode | prefill)
+        assert all(plan.rows >= q // k for plan in prefill)
+        assert len(decode) <= 14
+        assert len(prefill) <= 2
+
+
+def test_an_unknown_backend_is_refused_with_the_list() -> None:
+    with pytest.raises(ValueError, match="'flashy': choose one of torch, triton, flash_attn"):
+        run(attention_case([(1, 1)], (2, 1, 16)), "flashy")
+
+
+def test_a_missing_flash_attn_names_the_way_out() -> None:
+    try:
+        load_flash_attention()
+    except ImportError as error:
+        assert "pip install flash-attn, or use the backend triton" in str(error)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
+from nanorunner.kernels.triton_support import jit, next_power_of_two, shared_bytes, tl
 
 LOG2_E = 1.4426950408889634
 
@@ -33,20 +33,35 @@ class PrefillPlan(NamedTuple):
     num_stages: int
 
 
-def plan_prefill(max_query_len: int, group: int, head_dim: int, item_bytes: int) -> PrefillPlan:
-    """Return the plan for a batch: large query tiles as soon as it holds one longer query."""
+def plan_prefill(
+    max_query_len: int, group: int, head_dim: int, item_bytes: int, shared: int
+) -> PrefillPlan:
+    """Return the plan for a batch: large query tiles as soon as it holds one longer query.
+
+    shared: bytes of shared memory that a program may have (227 KiB on Hopper, 99 on a desktop GPU).
+    """
     columns = next_power_of_two(head_dim)
     smallest = max(next_power_of_two(group), 16)  # 16: the smallest tile of a matrix instruction
     if item_bytes == 4:
         # Full float32 products run without tensor cores: small tiles, or registers spill.
         return PrefillPlan(smallest if columns > 128 else max(smallest, 32), 16, 4, 1)
     if max_query_len * group <= 2 * smallest:
-        return PrefillPlan(smallest, 64 if columns <= 128 else 32, 4, 3)
-    if columns <= 64:
-        return PrefillPlan(max(smallest, 128), 128, 8, 3)
-    if columns <= 128:
-        return PrefillPlan(max(smallest, 128), 64, 8, 3)
-    return PrefillPlan(max(smallest, 64), 64, 8, 2)
+        plan = PrefillPlan(smallest, 64 if columns <= 128 else 32, 4, 3)
+    elif columns <= 64:
+        plan = PrefillPlan(max(smallest, 128), 128, 8, 3)
+    elif columns <= 128:
+        plan = PrefillPlan(max(smallest, 128), 64, 8, 3)
+    else:
+        plan = PrefillPlan(max(smallest, 64), 64, 8, 2)
+    # The query tile, and a K and a V tile for each stage.
+    while (plan.rows + 2 * plan.tile_tokens * plan.num_stages) * columns * item_bytes > shared:
+        if plan.num_stages > 2:
+            plan = plan._replace(num_stages=plan.num_stages - 1)
+        elif plan.tile_tokens > 16:
+            plan = plan._replace(tile_tokens=plan.tile_tokens // 2)
+        else:
+            break  # nothing smaller exists; Triton will say what is missing
+    return plan
 
 
 def prefill_attention(
@@ -72,7 +87,9 @@ def prefill_attention(
     if num_tokens == 0:
         return out
     group = num_heads // num_kv_heads
-    plan = plan or plan_prefill(batch.max_query_len, group, head_dim, q.element_size())
+    plan = plan or plan_prefill(
+        batch.max_query_len, group, head_dim, q.element_size(), shared_bytes(q.device)
+    )
     tokens = plan.rows // group
     # One more "request" clears the padding tokens behind the last real one.
     num_tiles = num_tokens // tokens + num_reqs + 1

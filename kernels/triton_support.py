@@ -21,7 +21,7 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["MissingKernel", "jit", "next_power_of_two", "num_processors", "tl"]
+__all__ = ["MissingKernel", "jit", "next_power_of_two", "num_processors", "shared_bytes", "tl"]
 
 
 class MissingKernel:
@@ -62,3 +62,11 @@ def num_processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 4
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache
+def shared_bytes(device: torch.device) -> int:
+    """Return the shared memory that one program may have; the interpreter has no limit."""
+    if device.type != "cuda":
+        return 1 << 30
+    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)

@@ -121,8 +121,18 @@ def chat(llm: LLM, params: SamplingParams, system: str | None, raw: bool) -> int
             return OK
         except KeyboardInterrupt:
             now = time.monotonic()
-            if now - interrupted_at < SECOND_INTERRUPT_S:
+            is_second = now - interrupted_at < SECOND_INTERRUPT_S
+            if is_second or not _still_works(llm):
                 print("\nnanorunner: interrupted", file=sys.stderr)
                 return INTERRUPTED
             interrupted_at = now
             print("\nstopped; Ctrl-C again, /exit or Ctrl-D leaves", file=sys.stderr)
+
+
+def _still_works(llm: LLM) -> bool:
+    """Whether an interrupted engine can go on: two Ctrl-C inside one step break it."""
+    try:
+        llm.engine.step()  # every request was aborted, so this only reports
+    except RuntimeError:
+        return False
+    return True

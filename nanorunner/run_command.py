@@ -7,10 +7,12 @@ one bad row never takes the others with it.
 from __future__ import annotations
 
 import sys
+import traceback
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
 from nanorunner.config import Config, make_config
+from nanorunner.errors import RankDied
 from nanorunner.exit_codes import OK, RANK_DIED, REFUSED, REQUEST_FAILED
 from nanorunner.flags import engine_settings, sampling_params
 from nanorunner.jsonl import Row, error_row, read_rows, result_row
@@ -28,24 +30,40 @@ def run(arguments: Namespace) -> int:
         config = make_config(engine_settings(arguments))
         params = sampling_params(arguments)
         rows = _rows(arguments, params)
-        if rows is not None and not any(not row.error for row in rows):
-            return _answer_no_row(rows, arguments)
+    except ValueError as error:
+        return _report(error, REFUSED)
+    if rows is not None and all(row.error for row in rows):
+        return _answer_no_row(rows)
+    try:
         llm = _start(config)
     except (ValueError, OSError, ImportError) as error:
-        print(f"nanorunner: {error}", file=sys.stderr)
-        return REFUSED
-    from nanorunner.errors import RankDied
-
-    try:
-        with llm:
-            if rows is None:
-                from nanorunner.chat import chat
-
-                return chat(llm, params, arguments.system, arguments.raw)
-            return _answer(llm, rows, arguments)
+        return _report(error, REFUSED)
     except RankDied as error:
-        print(f"nanorunner: {error}", file=sys.stderr)
-        return RANK_DIED
+        return _report(error, RANK_DIED)
+    with llm:
+        try:
+            return _serve(llm, rows, params, arguments)
+        except RankDied as error:
+            return _report(error, RANK_DIED)
+        except BrokenPipeError:
+            raise
+        except Exception:
+            # a step failed on rank 0 itself, which is a rank too; only a traceback can say where
+            traceback.print_exc()
+            return RANK_DIED
+
+
+def _report(error: Exception, code: int) -> int:
+    print(f"nanorunner: {error}", file=sys.stderr)
+    return code
+
+
+def _serve(llm: LLM, rows: list[Row] | None, params: SamplingParams, arguments: Namespace) -> int:
+    if rows is not None:
+        return _answer(llm, rows, arguments)
+    from nanorunner.chat import chat
+
+    return chat(llm, params, arguments.system, arguments.raw)
 
 
 def _start(config: Config) -> LLM:
@@ -70,7 +88,7 @@ def _rows(arguments: Namespace, params: SamplingParams) -> list[Row] | None:
     return read_rows(sys.stdin.buffer, params)
 
 
-def _answer_no_row(rows: list[Row], arguments: Namespace) -> int:
+def _answer_no_row(rows: list[Row]) -> int:
     """Say why there is nothing to run, without starting an engine for it."""
     if not rows:
         print("nanorunner: stdin is empty; give --prompt, or one request a line", file=sys.stderr)

@@ -101,9 +101,7 @@ def _gloo_group(store: Store, rank: int, tp: int, timeout: timedelta) -> Any:
     return dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, tp, options)
 
 
-def _nccl_group(
-    store: Store, rank: int, tp: int, device: torch.device, timeout: timedelta
-) -> Any:
+def _nccl_group(store: Store, rank: int, tp: int, device: torch.device, timeout: timedelta) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timeout
     with _environment(NCCL_QUIET):

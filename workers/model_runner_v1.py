@@ -112,13 +112,26 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int = 32) -> None:
-        """Run one prefill and one decode on no live state: every slot is -1.
+        """Run one prefill, one decode and the sampler on no live state: every slot is -1.
 
         Reads block 0, whatever it holds, and throws the result away.
         """
-        for query_len in (num_tokens, 1):
-            inputs = self.dummy_inputs(num_reqs=1, query_len=query_len)
-            self.compute_local_logits(self.run_eager(inputs))
+        for query_len in (min(num_tokens, self.config.max_model_len), 1):
+            logits = self.run_model(self.dummy_inputs(1, query_len), is_prefill=True)
+            if logits is not None:
+                for top_k in (0, 2):  # the plain path, and the one that masks
+                    self.sampler(logits, **self.dummy_sampling(1, top_k, top_p=1.0))
+
+    def dummy_sampling(self, rows: int, top_k: int, top_p: float) -> dict[str, torch.Tensor]:
+        """Return prepare_sample()'s tensors for `rows` requests that all ask for the same."""
+        device = self.device.torch_device
+        return {
+            "temperature": torch.ones(rows, device=device),
+            "top_k": torch.full((rows,), top_k),
+            "top_p": torch.full((rows,), top_p),
+            "seed": torch.zeros(rows, dtype=torch.int64, device=device),
+            "position": torch.zeros(rows, dtype=torch.int64, device=device),
+        }
 
     def dummy_inputs(self, num_reqs: int, query_len: int) -> Inputs:
         """Return inputs of num_reqs requests, query_len tokens each, that write nothing."""

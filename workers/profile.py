@@ -107,12 +107,4 @@ def _widest_step(runner: ModelRunner) -> None:
     decode = runner.dummy_inputs(config.max_num_seqs, 1)
     logits = runner.run_model(decode._replace(logits_rows=None), is_prefill=True)
     if logits is not None:
-        rows, up = len(logits), runner.device.torch_device
-        runner.sampler(
-            logits,
-            temperature=torch.ones(rows, device=up),
-            top_k=torch.full((rows,), 50),
-            top_p=torch.full((rows,), 0.9),
-            seed=torch.zeros(rows, dtype=torch.int64, device=up),
-            position=torch.zeros(rows, dtype=torch.int64, device=up),
-        )
+        runner.sampler(logits, **runner.dummy_sampling(len(logits), top_k=50, top_p=0.9))

@@ -7,7 +7,7 @@ out of range, so a kernel that reads what it must not read cannot pass.
 from __future__ import annotations
 
 import itertools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -108,3 +108,33 @@ def check_attention(case: AttentionCase, out: torch.Tensor) -> None:
 def poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return NaN memory; freed, it is what the next allocation of its size likely gets."""
     return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the same normal numbers for the same shape."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
+
+
+def rope_arguments(
+    heads: tuple[int, int, int], num_tokens: int, dtype: torch.dtype, has_norm: bool
+) -> dict[str, Any]:
+    """Return the arguments of one call: slots spread over 3 blocks, every third one padding."""
+    num_heads, num_kv_heads, head_dim = heads
+    angle = torch.arange(400.0)[:, None] * 10000 ** -(torch.arange(0, head_dim, 2) / head_dim)
+    slots = torch.randperm(3 * 256, generator=torch.Generator().manual_seed(0))[:num_tokens]
+    slots[::3] = -1
+    return {
+        "qkv": normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
+        "positions": torch.arange(num_tokens, device=DEVICE) * 397 % 400,
+        "cos_sin": torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE),
+        "slot_mapping": slots.to(DEVICE),
+        "k_cache": poison((3, 256, num_kv_heads, head_dim), dtype),
+        "v_cache": poison((3, 256, num_kv_heads, head_dim), dtype),
+        "num_heads": num_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "q_norm": normal(head_dim, dtype=dtype) if has_norm else None,
+        "k_norm": normal(head_dim + 1, dtype=dtype)[:-1] if has_norm else None,
+        "eps": 1e-6,
+    }

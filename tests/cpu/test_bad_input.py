@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from nanorunner import LLM, SamplingParams
@@ -208,3 +210,31 @@ def test_what_cannot_start_is_refused_with_2_and_one_line(
     assert expected in result.stderr.decode()
     assert result.stderr.startswith(b"nanorunner: ")
     assert result.stderr.count(b"\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("victim", "number", "code", "words"),
+    [("rank 1", signal.SIGKILL, 3, "rank 1"), ("rank 0", signal.SIGINT, 130, "interrupted")],
+)
+def test_a_run_that_is_ended_from_outside_has_its_own_exit_code(
+    victim: str, number: signal.Signals, code: int, words: str, folder: Path
+) -> None:
+    command = [sys.executable, "-m", "nanorunner", "--model", str(folder), "--device", "cpu"]
+    process = subprocess.Popen(
+        [*command, "--tp", "2", "--max-tokens", "1000", "--ignore-eos", "--prompt", "a"],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        process.stdout.read(1)  # the answer has begun
+        (rank_1,) = psutil.Process(process.pid).children()
+        os.kill(rank_1.pid if victim == "rank 1" else process.pid, number)
+        _, log = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == code
+    assert words in log.decode()
+    assert not psutil.pid_exists(rank_1.pid)

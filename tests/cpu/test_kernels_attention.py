@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from nanorunner.kernels.prefill_attention import PrefillPlan, plan_prefill, pref
 # Query heads, KV heads, head dim: groups that are no power of two, one KV head, odd head dims.
 HEADS = [(9, 3, 64), (4, 1, 80), (5, 5, 96), (2, 1, 128), (2, 2, 256), (17, 1, 16)]
 DECODES = [(1, 5), (1, 256), (1, 257), (1, 1)]
-MIXED = [(40, 40), (1, 300), (3, 258), (70, 190), (1, 1)]
+MIXED = [(40, 40), (1, 300), (3, 258), (30, 130), (1, 1)]
 
 
 def run(case: AttentionCase, backend: str) -> torch.Tensor:
@@ -72,8 +73,8 @@ def test_half_precision_keeps_a_float32_softmax(backend: str, dtype: torch.dtype
         check_attention(case, run(case, backend))
 
 
-@pytest.mark.parametrize("num_splits", [1, 2, 8, 64])
-@pytest.mark.parametrize("tile", [16, 32, 128])
+@pytest.mark.parametrize("num_splits", [1, 2, 16])
+@pytest.mark.parametrize("tile", [32, 128])
 def test_any_number_of_splits_gives_the_same_answer(num_splits: int, tile: int) -> None:
     case = attention_case([(1, 700), (1, 3), (1, 512)], (4, 2, 32), padded_requests=1)
     q = torch.cat((case.q, case.q[:1]))
@@ -84,7 +85,7 @@ def test_any_number_of_splits_gives_the_same_answer(num_splits: int, tile: int) 
     assert not out[3].any()
 
 
-@pytest.mark.parametrize(("rows", "tile"), [(16, 16), (32, 64), (128, 128)])
+@pytest.mark.parametrize(("rows", "tile"), [(16, 32), (128, 128)])
 def test_any_prefill_tile_gives_the_same_answer(rows: int, tile: int) -> None:
     case = attention_case(MIXED, (6, 2, 32), padded_requests=1, padded_tokens=5)
     out = prefill_attention(
@@ -95,7 +96,7 @@ def test_any_prefill_tile_gives_the_same_answer(rows: int, tile: int) -> None:
 
 def test_a_chunk_sees_the_chunks_before_it_and_nothing_after() -> None:
     """The last 30 rows of a whole prompt equal the same 30 tokens sent as a chunk."""
-    whole = attention_case([(290, 290)], (4, 2, 64))
+    whole = attention_case([(280, 280)], (4, 2, 64))
     chunk = whole._replace(
         q=whole.q[-30:],
         batch=whole.batch._replace(
@@ -119,7 +120,7 @@ def test_a_tile_never_crosses_a_block_and_plans_are_few() -> None:
     """Each plan is one compilation, so a serving engine must meet only a handful."""
     for (q, k, d), size in itertools.product([*HEADS, (71, 1, 64), (32, 8, 128)], (2, 4)):
         decode = {plan_decode(n, q, k, d, size, 132) for n in range(1, 1025)}
-        prefill = {plan_prefill(n, q // k, d, size) for n in range(1, 1025)}
+        prefill = {plan_prefill(n, q // k, d, size, 227 * 1024) for n in range(1, 1025)}
         assert all(256 % plan.tile_tokens == 0 for plan in decode | prefill)
         assert all(plan.rows >= q // k for plan in prefill)
         assert len(decode) <= 14
@@ -131,8 +132,15 @@ def test_an_unknown_backend_is_refused_with_the_list() -> None:
         run(attention_case([(1, 1)], (2, 1, 16)), "flashy")
 
 
-def test_a_missing_flash_attn_names_the_way_out() -> None:
-    try:
+def test_a_missing_flash_attn_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", None)  # what import takes for "not installed"
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+    load_flash_attention.cache_clear()
+    with pytest.raises(ImportError, match="pip install flash-attn, or use the backend triton"):
         load_flash_attention()
-    except ImportError as error:
-        assert "pip install flash-attn, or use the backend triton" in str(error)
+
+
+def test_a_small_gpu_gets_a_plan_that_fits_its_shared_memory() -> None:
+    plan = plan_prefill(1000, 2, 128, 2, 99 * 1024)
+    assert plan == PrefillPlan(128, 64, 8, 2)
+    assert plan_prefill(1000, 2, 256, 2, 99 * 1024).tile_tokens == 32

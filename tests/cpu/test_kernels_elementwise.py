@@ -1,12 +1,10 @@
-"""rms_norm, silu_mul and rope + KV write: Triton equals PyTorch, and PyTorch equals transformers."""
+"""rms_norm, silu_mul, rope + KV write: Triton equals PyTorch, PyTorch equals transformers."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
-from kernel_cases import DEVICE, TOLERANCE, poison
+from kernel_cases import DEVICE, TOLERANCE, normal, poison, rope_arguments
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from nanorunner.kernels.rms_norm import (
@@ -22,11 +20,6 @@ from nanorunner.kernels.rope_kv_write import (
 from nanorunner.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator).to(DEVICE, dtype)
 
 
 def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
@@ -73,30 +66,6 @@ def test_silu_mul_in_triton_equals_the_reference(intermediate: int, dtype: torch
 def test_no_rows_are_no_launch() -> None:
     assert rms_norm_triton(normal(0, 8), normal(8), 1e-5).shape == (0, 8)
     assert silu_mul_triton(normal(0, 8)).shape == (0, 4)
-
-
-def rope_arguments(
-    heads: tuple[int, int, int], num_tokens: int, dtype: torch.dtype, has_norm: bool
-) -> dict[str, Any]:
-    """Return the arguments of one call: slots spread over 3 blocks, every third one padding."""
-    num_heads, num_kv_heads, head_dim = heads
-    angle = torch.arange(400.0)[:, None] * 10000 ** -(torch.arange(0, head_dim, 2) / head_dim)
-    slots = torch.randperm(3 * 256, generator=torch.Generator().manual_seed(0))[:num_tokens]
-    slots[::3] = -1
-    return {
-        "qkv": normal(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype),
-        "positions": torch.arange(num_tokens, device=DEVICE) * 397 % 400,
-        "cos_sin": torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE),
-        "slot_mapping": slots.to(DEVICE),
-        "k_cache": poison((3, 256, num_kv_heads, head_dim), dtype),
-        "v_cache": poison((3, 256, num_kv_heads, head_dim), dtype),
-        "num_heads": num_heads,
-        "num_kv_heads": num_kv_heads,
-        "head_dim": head_dim,
-        "q_norm": normal(head_dim, dtype=dtype) if has_norm else None,
-        "k_norm": normal(head_dim + 1, dtype=dtype)[:-1] if has_norm else None,
-        "eps": 1e-6,
-    }
 
 
 @pytest.mark.parametrize("has_norm", [False, True])

@@ -1,0 +1,113 @@
+"""Compile every Triton kernel to GPU machine code on a machine without a GPU; print a JSON line each.
+
+Triton's compiler and assembler need no GPU, only a target. Each public launcher is called on CPU
+tensors, and what it would launch is compiled instead. The interpreter forgives much that the
+compiler refuses, and tells nothing of registers that spill.
+
+    PYTHONPATH=.:tests/cpu python tests/cpu/compile_kernels.py 90
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from kernel_cases import attention_case, normal, rope_arguments
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from nanorunner.kernels.attention import paged_attention
+from nanorunner.kernels.decode_attention import decode_attention, plan_decode
+from nanorunner.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
+from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write_triton
+from nanorunner.kernels.sample import gumbel_argmax_triton
+from nanorunner.kernels.silu_mul import silu_mul_triton
+
+POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+H200_PROCESSORS = 132
+
+
+def compile_instead(capability: int) -> None:
+    """Make every Triton launch compile for a capability (90: Hopper), print a line and not run."""
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        names = list(self.arg_names)
+        options = {name: value for name, value in kwargs.items() if name not in names}
+        values = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
+        signature, constants, attributes = {}, {}, {}
+        for i, param in enumerate(self.params):
+            value = values[param.name]
+            aligned = False
+            if param.is_constexpr:
+                signature[param.name] = "constexpr"
+                constants[(i,)] = value
+            elif isinstance(value, torch.Tensor):
+                signature[param.name] = POINTERS[value.dtype]
+                aligned = not param.do_not_specialize_on_alignment
+            elif isinstance(value, float):
+                signature[param.name] = "fp32"
+            else:
+                signature[param.name] = "i32" if abs(value) < 2**31 else "i64"
+                aligned = value % 16 == 0 and not param.do_not_specialize
+            if aligned:
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        source = ASTSource(self, signature, constants, attributes)
+        kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        line = {"name": self.fn.__name__, "shared": kernel.metadata.shared}
+        print(json.dumps(line | {"spilled": spilled_bytes(kernel.asm["cubin"])}), flush=True)
+
+    JITFunction.run = run
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Return the bytes of stack that each thread needs: registers that did not fit."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "-res-usage", file.name]
+        text = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=30
+        ).stdout
+    return max(int(stack) for stack in re.findall(r"STACK:(\d+)", text))
+
+
+def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Call every launcher once for each of its plans."""
+    hidden, weight = normal(2, 1024, dtype=dtype), normal(1024, dtype=dtype)
+    rms_norm_triton(hidden, weight, 1e-6)
+    add_rms_norm_triton(hidden, hidden.clone(), weight, 1e-6)
+    silu_mul_triton(normal(2, 6144, dtype=dtype))
+    for num_tokens in (2, 300):
+        qk_norm_rope_kv_write_triton(**rope_arguments(heads, num_tokens, dtype, has_norm=True))
+    case = attention_case([(1, 9), (1, 9)], heads, dtype)
+    sizes = (*heads, dtype.itemsize, H200_PROCESSORS)
+    for plan in sorted({plan_decode(num_reqs, *sizes) for num_reqs in (1, 16, 64, 256)}):
+        decode_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan)
+    for requests in ([(1, 9)], [(500, 500)]):
+        case = attention_case(requests, heads, dtype, padded_requests=1)
+        paged_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, "triton")
+    logits = normal(2, 5000, dtype=dtype)
+    gumbel_argmax_triton(logits, torch.ones(2), torch.arange(2), torch.arange(2))
+
+
+if __name__ == "__main__":
+    assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
+    compile_instead(int(sys.argv[1]))
+    launch_all((16, 8, 128), torch.bfloat16)
+    launch_all((9, 3, 64), torch.float32)

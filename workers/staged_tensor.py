@@ -1,0 +1,258 @@
+"""Device tables that the CPU changes a little at a time: staged writes, applied together.
+
+    table.stage(row, start, values)   any number of times, on any table of the writer: host lists
+    writer.apply()                    one copy, one launch, in front of the kernels that read
+
+A step changes a few cells of large tables, in rows of different lengths: the block ids of requests
+that grew, all columns of a request that came. A copy per table would cost more than the step; so one
+StagedWriter serves all tables of a rank (kernels/staged_write.py has the packed form).
+
+Two writes to one cell: the later one counts. They are merged before they are sent. In debug mode
+they are an error instead, since no caller has a reason to stage a cell twice.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from nanorunner.kernels.staged_write import HEADER_WORDS, staged_write
+from nanorunner.workers.pinned_ring import PinnedRing
+
+Int64 = npt.NDArray[np.int64]
+Values = Sequence[int] | Sequence[float] | npt.NDArray[np.generic]
+
+# numpy type, packer of one value, 32-bit words an element
+FORMATS = {
+    torch.int32: (np.dtype(np.int32), struct.Struct("=i"), 1),
+    torch.int64: (np.dtype(np.int64), struct.Struct("=q"), 2),
+    torch.float32: (np.dtype(np.float32), struct.Struct("=f"), 1),
+}
+
+
+class StagedWriteConflict(RuntimeError):
+    """Debug mode: two writes of one apply() meet in a cell; all of its writes were dropped."""
+
+
+class Writes(NamedTuple):
+    """n writes in the order of their staging; starts and lengths in 32-bit words."""
+
+    tables: Int64  # [n] which table of the writer
+    rows: Int64  # [n]
+    starts: Int64  # [n]
+    lengths: Int64  # [n]
+    values: npt.NDArray[np.int32]  # [sum of lengths]
+
+
+class StagedWriteTensor:
+    """One table [R, C] or [R]. Made by StagedWriter.table().
+
+    tensor: owned here; on the device, or pinned host memory that kernels reach; as long as this
+    object, at one address for good (graphs and the writer's list of places hold it); written last
+    by apply()'s kernel or by a kernel of the step, both on the main stream, never by the CPU.
+    """
+
+    def __init__(self, writer: StagedWriter, index: int, name: str, tensor: torch.Tensor) -> None:
+        self.name = name
+        self.tensor = tensor
+        self.num_rows = tensor.shape[0]
+        self.row_capacity = tensor.shape[1] if tensor.dim() == 2 else 1
+        self._writer = writer
+        self._index = index
+        self._dtype, self._packer, self.element_words = FORMATS[tensor.dtype]
+
+    def stage(self, row: int, start: int, values: Values) -> None:
+        """Stage `values` for the cells [row, start], [row, start + 1], ...; none is nothing.
+
+        The values are copied now. Raises ValueError, with nothing staged, when they leave the row
+        or do not fit the table's type.
+        """
+        array = self._checked(values)
+        end = start + len(array)
+        if end == start:
+            return
+        self._check_row(row)
+        if start < 0:
+            raise ValueError(f"{self.name}: row {row}: column {start} is below 0")
+        if end > self.row_capacity:
+            raise ValueError(
+                f"{self.name}: row {row} has room for {self.row_capacity}, but {len(array)} more"
+                f" from column {start} exceed it ({end} > {self.row_capacity})"
+            )
+        words = self.element_words
+        self._writer.add(self._index, row, start * words, array.tobytes())
+
+    def stage_elem(self, row: int, value: int | float) -> None:
+        """Stage one value for the row's first cell; the same errors as stage()."""
+        self._check_row(row)
+        try:
+            data = self._packer.pack(value)
+        except (struct.error, OverflowError) as error:
+            raise ValueError(f"{self.name}: {value!r} does not fit {self._dtype}") from error
+        self._writer.add(self._index, row, 0, data)
+
+    def _check_row(self, row: int) -> None:
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"{self.name}: row {row}: the table has rows 0 to {self.num_rows - 1}")
+
+    def _checked(self, values: Values) -> npt.NDArray[np.generic]:
+        """Return the values in the table's type; ValueError where that would change them."""
+        array = np.asarray(values)
+        if array.ndim != 1:
+            raise ValueError(f"{self.name}: values of shape {array.shape}; give a flat sequence")
+        if array.dtype == self._dtype or not len(array):
+            return array
+        is_float = self._dtype.kind == "f"
+        if array.dtype.kind not in ("iuf" if is_float else "iu"):
+            raise ValueError(f"{self.name}: {array.dtype} values for a table of {self._dtype}")
+        if not is_float:
+            limits = np.iinfo(self._dtype)
+            low, high = int(array.min()), int(array.max())
+            if low < limits.min or high > limits.max:
+                raise ValueError(f"{self.name}: {low} to {high} does not fit {self._dtype}")
+        return array.astype(self._dtype)
+
+
+class StagedWriter:
+    """All staged tables of one rank. depth: steps in flight at most."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        depth: int,
+        *,
+        debug: bool = False,
+        timeout_s: float = 60.0,
+    ) -> None:
+        self.num_launches = 0  # since the start
+        self._device = device
+        self._debug = debug
+        self._ring = PinnedRing(device, depth + 2, timeout_s=timeout_s)
+        self._tables: list[StagedWriteTensor] = []
+        self._flat: list[torch.Tensor] = []  # the tables as int32 words
+        # [num_tables, 2] int64: address and words a row; a copy on the device for the kernel, made
+        # anew when a table joins, which happens before the first step only
+        self._places: Int64 = np.zeros((0, 2), np.int64)
+        self._device_places = torch.zeros((0, 2), dtype=torch.int64, device=device)
+        self._staged: list[tuple[int, int, int, int]] = []  # table, row, start, length in words
+        self._pieces: list[bytes] = []
+
+    def table(
+        self,
+        name: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        base: torch.Tensor | None = None,
+    ) -> StagedWriteTensor:
+        """Return a new table of this writer: [R, C] or [R], int32, int64 or float32.
+
+        It is zero-filled device memory, or `base`: a tensor of that shape and type which kernels
+        can reach, such as kernels/uva.py's view of pinned host memory.
+        """
+        if dtype not in FORMATS or len(shape) not in (1, 2):
+            raise ValueError(f"{name}: {dtype} {list(shape)}: staged tables are [R] or [R, C] of"
+                             " int32, int64 or float32")
+        if base is None:
+            base = torch.zeros(*shape, dtype=dtype, device=self._device)
+        if base.shape != tuple(shape) or base.dtype != dtype or not base.is_contiguous():
+            raise ValueError(f"{name}: the base is {base.dtype} {list(base.shape)}, strides"
+                             f" {base.stride()}; contiguous {dtype} {list(shape)} is needed")
+        table = StagedWriteTensor(self, len(self._tables), name, base)
+        self._tables.append(table)
+        self._flat.append(base.view(-1).view(torch.int32))
+        place = (base.data_ptr(), table.row_capacity * table.element_words)
+        self._places = np.vstack((self._places, np.array([place], np.int64)))
+        self._device_places = torch.from_numpy(self._places).to(self._device)
+        return table
+
+    def add(self, table: int, row: int, start: int, data: bytes) -> None:
+        """Stage one write that a table has checked; start in words."""
+        self._staged.append((table, row, start, len(data) // 4))
+        self._pieces.append(data)
+
+    def staged(self) -> Writes:
+        """Return what is staged, in the order of staging."""
+        columns = np.array(self._staged, np.int64).reshape(-1, 4).T
+        return Writes(*columns, np.frombuffer(b"".join(self._pieces), np.int32))
+
+    def apply(self) -> int:
+        """Enqueue everything staged: one copy and one launch. Return the launches: 1, or 0 for none.
+
+        Afterwards nothing is staged, also after StagedWriteConflict (debug mode) and after
+        TimeoutError (no staging buffer came free); in both cases nothing was written.
+        """
+        if not self._staged:
+            return 0
+        writes = self.staged()
+        self._staged, self._pieces = [], []
+        order, groups = self._overlaps(writes)
+        if groups is not None:
+            if self._debug:
+                raise StagedWriteConflict(self._conflict_text(writes, order, groups))
+            writes = _merge(writes, order, groups)
+
+        num_writes, num_values = len(writes.rows), len(writes.values)
+        num_words = HEADER_WORDS * num_writes + num_values
+        slot = self._ring.take(num_words)
+        header = slot.words[: HEADER_WORDS * num_writes].reshape(HEADER_WORDS, num_writes)
+        header[0], header[1], header[2] = writes.tables, writes.rows, writes.starts
+        np.cumsum(writes.lengths, out=header[3])
+        slot.words[HEADER_WORDS * num_writes : num_words] = writes.values
+        packed = self._ring.send(slot, num_words)
+        staged_write(self._flat, self._device_places, packed, num_writes)
+        self.num_launches += 1
+        return 1
+
+    def _overlaps(self, writes: Writes) -> tuple[Int64, Int64 | None]:
+        """Return the writes by address, and for each the number of its group of meeting writes.
+
+        None for the groups when no two writes share a cell.
+        """
+        place = self._places[writes.tables]
+        begin = place[:, 0] + 4 * (writes.rows * place[:, 1] + writes.starts)
+        order = np.argsort(begin, kind="stable")
+        begin, end = begin[order], (begin + 4 * writes.lengths)[order]
+        is_first = begin[1:] >= np.maximum.accumulate(end)[:-1]
+        if is_first.all():
+            return order, None
+        return order, np.concatenate(([0], np.cumsum(is_first)))
+
+    def _conflict_text(self, writes: Writes, order: Int64, groups: Int64) -> str:
+        second = int(np.flatnonzero(groups[1:] == groups[:-1])[0]) + 1
+        group = np.sort(order[groups == groups[second]])
+        table = self._tables[int(writes.tables[group[0]])]
+        words = table.element_words
+        ranges = ", ".join(
+            f"columns {writes.starts[w] // words} to"
+            f" {(writes.starts[w] + writes.lengths[w]) // words - 1}"
+            for w in group
+        )
+        return f"{table.name}: row {writes.rows[group[0]]} is written twice in one step: {ranges}"
+
+
+def _merge(writes: Writes, order: Int64, groups: Int64) -> Writes:
+    """Return writes that do not overlap and leave the same cells as these done in their order.
+
+    order, groups: from StagedWriter._overlaps. A group's writes overlap, so together they cover one
+    range without gaps: each group becomes one write.
+    """
+    ends = np.cumsum(writes.lengths)
+    merged, pieces = [], []
+    for number in range(int(groups[-1]) + 1):
+        members = order[groups == number]
+        leader = members[0]  # the lowest address
+        low = writes.starts[leader]
+        high = (writes.starts[members] + writes.lengths[members]).max()
+        values = np.zeros(high - low, np.int32)
+        for write in np.sort(members):  # in the order of staging: the last one stays
+            at = writes.starts[write] - low
+            length = writes.lengths[write]
+            values[at : at + length] = writes.values[ends[write] - length : ends[write]]
+        merged.append((writes.tables[leader], writes.rows[leader], low, high - low))
+        pieces.append(values)
+    return Writes(*np.array(merged, np.int64).T, np.concatenate(pieces))

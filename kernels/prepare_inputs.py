@@ -3,29 +3,247 @@
 The CPU sends who is in the batch; how far each request has come, and which token it sampled last,
 stands in device tables that the step before has advanced (kernels/advance_state.py).
 
-    header          [>= 2] the number of requests and of tokens in this step (NUM_REQS, NUM_TOKENS)
-    idx_mapping     [>= requests] batch place -> row of the state table, -1 for nobody
-    token_ids       [R, max_model_len] int32, may be pinned host memory (kernels/uva.py)
-    num_computed    [R] int32: tokens whose KV is written       prefill_len [R] int32: tokens that
-    last_sampled    [R] int64: the newest output                the CPU knew when the request came
-    block_tables    [R, max_blocks] int32
+    header        [>= 2] int32: requests and tokens in this step (state_tables.py has the places)
+    idx_mapping   [>= requests] int32: place in the batch -> row of the state table, -1 for nobody
 
-    row -> position = num_computed + 0, 1, ...   token = token_ids[row, position] inside the prefill,
-                                                         else last_sampled[row]
-           slot = block_tables[row, position // block size] * block size + position % block size
+    row -> position = num_computed[row] + 0, 1, ...
+           token    = token_ids[row, position] inside the prefill, else last_sampled[row]
+           slot     = block_tables[row, position // block_size] * block_size + position % block_size
 
-Outputs are fixed buffers, longer than the batch when a CUDA graph pads it. What lies behind the
-batch is written too: query length 0, seq_len 0, slot -1, table row zero, token and position 0 (a
-rotary embedding reads the position of a padded token). The counts come from `header` on the device,
-so a captured launch serves every batch of its size. Offsets are 64-bit: row 2148 of a token table a
-million wide lies beyond 2**31.
+A CUDA graph pads the batch, so the buffers may be longer than it is. What lies behind the batch is
+written too: query length 0, seq_len 0, slot -1, table row zero, token and position 0 (a rotary
+embedding reads the position of a padded token). The counts are read from `header` on the device:
+a captured launch serves every batch that fits. The kernels are in prepare_inputs_triton.py.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
-from nanorunner.workers.messages import BLOCK_SIZE
+from nanorunner.kernels.prepare_inputs_triton import decode_inputs_kernel, mixed_inputs_kernel
+from nanorunner.kernels.state_tables import (
+    NUM_REQS,
+    NUM_TOKENS,
+    InputBuffers,
+    LogitsRows,
+    StateTables,
+)
+from nanorunner.kernels.triton_support import next_power_of_two
 
-NUM_REQS, NUM_TOKENS = 0, 1  # places in the header
+TOKEN_TILE = 512  # tokens of one request a program
+TABLE_TILE = 1024  # block ids moved at once, at most
+
+
+def prepare_decode_inputs(
+    header: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    state: StateTables,
+    out: InputBuffers,
+    block_size: int,
+) -> None:
+    """Fill all of `out` for one token a request; its T and P are the bucket, both the same.
+
+    Request i is row idx_mapping[i] for i < header[NUM_REQS], padding from there on. Nobody (-1)
+    keeps query length 1, with token 0, seq_len 0 and slot -1.
+    """
+    assert out.input_ids.shape == out.seq_lens.shape, "a decode has one token a request"
+    assert len(idx_mapping) >= len(out.seq_lens), "idx_mapping is shorter than the bucket"
+    is_cuda = out.input_ids.is_cuda
+    function = prepare_decode_inputs_triton if is_cuda else prepare_decode_inputs_reference
+    function(header, idx_mapping, state, out, block_size)
+
+
+def prepare_decode_inputs_reference(
+    header: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    state: StateTables,
+    out: InputBuffers,
+    block_size: int,
+) -> None:
+    """prepare_decode_inputs in plain PyTorch, on any device."""
+    bucket = len(out.input_ids)
+    place = torch.arange(bucket + 1, device=header.device)
+    torch.minimum(place, header[NUM_REQS], out=place)
+    out.query_start_loc.copy_(place)
+    is_real = place[1:] > place[:-1]
+    rows = torch.where(is_real, idx_mapping[:bucket], -1).long()
+    _fill_tokens(rows, torch.zeros_like(rows), state, out, block_size)
+    _fill_requests(rows, is_real.int(), state, out, block_size)
+
+
+def prepare_decode_inputs_triton(
+    header: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    state: StateTables,
+    out: InputBuffers,
+    block_size: int,
+) -> None:
+    """prepare_decode_inputs as one launch, a program a request of the bucket."""
+    bucket = len(out.input_ids)
+    if bucket == 0:
+        return
+    max_blocks = state.block_tables.shape[1]
+    decode_inputs_kernel[(bucket,)](
+        header,
+        idx_mapping,
+        state.token_ids,
+        state.num_computed,
+        state.prefill_len,
+        state.last_sampled,
+        state.block_tables,
+        out.input_ids,
+        out.positions,
+        out.query_start_loc,
+        out.seq_lens,
+        out.slot_mapping,
+        out.block_tables,
+        state.token_ids.stride(0),
+        state.block_tables.stride(0),
+        out.block_tables.stride(0),
+        max_blocks,
+        BLOCK_SIZE=block_size,
+        TABLE_TILE=min(next_power_of_two(max_blocks), TABLE_TILE),
+        NUM_REQS=NUM_REQS,
+        num_warps=1,
+    )
+
+
+def prepare_mixed_inputs(
+    header: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    logits_places: torch.Tensor,
+    state: StateTables,
+    out: InputBuffers,
+    logits: LogitsRows,
+    max_query_len: int,
+    block_size: int,
+) -> None:
+    """Fill `out` and `logits` for requests with any number of tokens each.
+
+    out.query_start_loc is an input: [P + 1], ascending, header[NUM_TOKENS] from the last request
+    on. logits_places [>= requests] int32: the row of `logits` that samples for a request, -1 for
+    none (a chunk that does not finish the prompt); it fills that row with the request's last token.
+    max_query_len: no request of the batch has more tokens.
+    """
+    is_cuda = out.input_ids.is_cuda
+    function = prepare_mixed_inputs_triton if is_cuda else prepare_mixed_inputs_reference
+    function(header, idx_mapping, logits_places, state, out, logits, max_query_len, block_size)
+
+
+def prepare_mixed_inputs_reference(
+    header: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    logits_places: torch.Tensor,
+    state: StateTables,
+    out: InputBuffers,
+    logits: LogitsRows,
+    max_query_len: int,
+    block_size: int,
+) -> None:
+    """prepare_mixed_inputs in plain PyTorch; max_query_len is not needed here."""
+    num_reqs, num_tokens = int(header[NUM_REQS]), int(header[NUM_TOKENS])
+    bucket, width = len(out.seq_lens), len(out.input_ids)
+    request = torch.arange(bucket, device=header.device)
+    rows = torch.full((bucket,), -1, dtype=torch.int64, device=header.device)
+    rows[:num_reqs] = idx_mapping[:num_reqs].long()
+    begins = out.query_start_loc[: bucket + 1].long()
+    lengths = (begins[1:] - begins[:-1]).where(request < num_reqs, 0)
+
+    owner = request.repeat_interleave(lengths)
+    offset = torch.arange(num_tokens, device=header.device) - begins[owner]
+    token_rows = torch.full((width,), -1, dtype=torch.int64, device=header.device)
+    token_rows[:num_tokens] = rows[owner]
+    offsets = torch.zeros_like(token_rows)
+    offsets[:num_tokens] = offset
+    _fill_tokens(token_rows, offsets, state, out, block_size)
+    _fill_requests(rows, lengths, state, out, block_size)
+
+    places = logits_places[:num_reqs].long()
+    sampled = (places >= 0).nonzero()[:, 0]
+    last = begins[sampled + 1] - 1
+    logits.indices[places[sampled]] = last
+    logits.idx_mapping[places[sampled]] = rows[sampled].to(logits.idx_mapping.dtype)
+    logits.positions[places[sampled]] = out.positions[last]
+
+
+def _fill_tokens(
+    rows: torch.Tensor,
+    offsets: torch.Tensor,
+    state: StateTables,
+    out: InputBuffers,
+    block_size: int,
+) -> None:
+    """Fill the inputs of each token: of row rows[t] (-1: nobody), offsets[t] past num_computed."""
+    is_live = rows >= 0
+    row = rows.clamp(min=0)
+    position = (state.num_computed[row] + offsets).where(is_live, 0)
+    is_prompt = position < state.prefill_len[row]
+    prompt = state.token_ids[row, position.clamp(max=state.token_ids.shape[1] - 1)].long()
+    out.input_ids.copy_(prompt.where(is_prompt, state.last_sampled[row]).where(is_live, 0))
+    out.positions.copy_(position)
+    column = position // block_size
+    has_slot = is_live & (column < state.block_tables.shape[1])
+    block = state.block_tables[row, column.where(has_slot, 0)].long()
+    out.slot_mapping.copy_((block * block_size + position % block_size).where(has_slot, -1))
+
+
+def _fill_requests(
+    rows: torch.Tensor,
+    query_lens: torch.Tensor,
+    state: StateTables,
+    out: InputBuffers,
+    block_size: int,
+) -> None:
+    """Fill each request's length and table row: of row rows[i], with query_lens[i] new tokens."""
+    is_live = rows >= 0
+    row = rows.clamp(min=0)
+    seq_lens = (state.num_computed[row] + query_lens).where(is_live, 0)
+    out.seq_lens.copy_(seq_lens)
+    column = torch.arange(state.block_tables.shape[1], device=rows.device)
+    is_used = column < -(-seq_lens[:, None] // block_size)
+    stale = out.block_tables.where(is_live[:, None], 0)
+    out.block_tables.copy_(state.block_tables[row].where(is_used, stale))
+
+
+def prepare_mixed_inputs_triton(
+    header: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    logits_places: torch.Tensor,
+    state: StateTables,
+    out: InputBuffers,
+    logits: LogitsRows,
+    max_query_len: int,
+    block_size: int,
+) -> None:
+    """prepare_mixed_inputs as one launch: (request, token tile), and one row for the padding."""
+    max_blocks = state.block_tables.shape[1]
+    num_tiles = max(-(-max_query_len // TOKEN_TILE), 1)
+    mixed_inputs_kernel[(len(out.seq_lens) + 1, num_tiles)](
+        header,
+        idx_mapping,
+        logits_places,
+        state.token_ids,
+        state.num_computed,
+        state.prefill_len,
+        state.last_sampled,
+        state.block_tables,
+        out.input_ids,
+        out.positions,
+        out.query_start_loc,
+        out.seq_lens,
+        out.slot_mapping,
+        out.block_tables,
+        logits.indices,
+        logits.idx_mapping,
+        logits.positions,
+        state.token_ids.stride(0),
+        state.block_tables.stride(0),
+        out.block_tables.stride(0),
+        max_blocks,
+        len(out.input_ids),
+        BLOCK_SIZE=block_size,
+        TOKEN_TILE=TOKEN_TILE,
+        TABLE_TILE=min(next_power_of_two(max_blocks), TABLE_TILE),
+        NUM_REQS=NUM_REQS,
+        NUM_TOKENS=NUM_TOKENS,
+    )

@@ -159,14 +159,14 @@ def _rotate_and_write(
     num_heads, num_kv_heads, dim = shape
     kv_size = num_kv_heads * dim
     qk = qkv[:, :-kv_size].view(num_tokens, num_heads + num_kv_heads, dim)
-    wide = qk.float()  # qkv's own memory when the model is float32
+    wide = qk.float()  # qk itself when the model is float32
     if q_norm is not None and k_norm is not None:
         gain = torch.cat((q_norm.expand(num_heads, -1), k_norm.expand(num_kv_heads, -1)))
         wide = F.rms_norm(wide, (dim,), None, eps).mul_(gain)
     # Element i turns with element i + D/2: the halves swapped, and the minus is in host.sin.
     swapped = wide.view(num_tokens, -1, 2, dim // 2).flip(2).view(wide.shape)
     wide.mul_(host.cos).addcmul_(swapped, host.sin)
-    if wide.data_ptr() != qk.data_ptr():
+    if wide is not qk:
         qk.copy_(wide)
 
     k = qk[:, num_heads:]

@@ -71,9 +71,7 @@ def staged_write_triton(
 
 
 @jit()
-def _staged_write_kernel(
-    table_places: tl.tensor, packed: tl.tensor, TILE: tl.constexpr
-) -> None:
+def _staged_write_kernel(table_places: tl.tensor, packed: tl.tensor, TILE: tl.constexpr) -> None:
     """Program p does write p."""
     write = tl.program_id(0)
     num_writes = tl.num_programs(0)

@@ -69,4 +69,5 @@ def shared_bytes(device: torch.device) -> int:
     """Return the shared memory that one program may have; the interpreter has no limit."""
     if device.type != "cuda":
         return 1 << 30
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's type stubs lack the field
+    return int(properties.shared_memory_per_block_optin)

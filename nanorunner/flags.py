@@ -142,3 +142,11 @@ def _count(text: str) -> int:
         return parse_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_ids(text: str) -> list[int]:
+    """Return the token ids of "1,2,3"; argparse's error otherwise."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of ids; write 1,2,3") from None

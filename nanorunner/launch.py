@@ -14,10 +14,7 @@ import logging
 import mmap
 import os
 import secrets
-import signal
-import socket
 import subprocess
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +22,7 @@ from typing import Any
 
 from nanorunner.errors import RankDied
 from nanorunner.interrupt import DeferInterrupt
+from nanorunner.rank_process import spawn
 from nanorunner.watch import EXIT_WAIT_S, Watcher
 from nanorunner.workers import loop as rank_loop
 from nanorunner.workers import pipe as pipes
@@ -178,10 +176,19 @@ class Ranks:
         try:
             if self._watcher is not None and not self._is_broken:
                 self._say_goodbye()
-            if self.runner is not None:
-                self.runner.close()
+            self._close_runner()
         finally:
             self._free()
+
+    def _close_runner(self) -> None:
+        if self.runner is None:
+            return
+        try:
+            self.runner.close()
+        except Exception as error:
+            if not self._is_broken:
+                raise
+            logger.warning("closing rank 0 after the failure: %r", error)  # that one is the news
 
     def _build_own_runner(self, runner: str, with_group: bool, port: int = 0) -> None:
         if with_group:
@@ -231,9 +238,9 @@ class Ranks:
         )
         with self.guard("start", self.config.start_timeout_s):
             for rank in range(1, self.config.tp):
-                ours, process = _spawn(rank, self.config.tp, segment_fd)
-                watcher.add(rank, process, ours)
-                pipes.send(ours, Message(0, "start", start))
+                started = spawn(rank, self.config.tp, segment_fd)
+                watcher.add(started)
+                pipes.send(started.pipe, Message(0, "start", start))
             self._build_own_runner(runner, with_group, port)
             watcher.wait_until(lambda: all(watched.is_ready for watched in watcher.ranks))
 
@@ -296,33 +303,6 @@ class Ranks:
             import torch
 
             torch.set_num_threads(self._threads_before)
-
-
-def _spawn(rank: int, tp: int, segment_fd: int) -> tuple[socket.socket, subprocess.Popen[bytes]]:
-    """Start one rank; return our end of its pipe, and its process."""
-    ours, theirs = socket.socketpair()
-    path = [entry or os.getcwd() for entry in sys.path]
-    code = (
-        f"import sys; sys.path[:] = {path!r}\n"
-        "from nanorunner.workers.loop import rank_main\n"
-        f"rank_main({rank}, {segment_fd}, {theirs.fileno()}, {os.getpid()})"
-    )
-    environment = dict(os.environ)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // tp)))
-    # inherited blocked, so that a Ctrl-C while the rank's interpreter starts cannot end it
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        with theirs:
-            process = subprocess.Popen(
-                [sys.executable, "-c", code, f"nanorunner rank {rank} of {tp}"],
-                pass_fds=(segment_fd, theirs.fileno()),
-                stdin=subprocess.DEVNULL,
-                stdout=2,  # stdout belongs to completions
-                env=environment,
-            )
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    return ours, process
 
 
 def _abandon(watcher: Watcher, owner_pid: int) -> None:

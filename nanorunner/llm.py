@@ -114,7 +114,7 @@ class LLM:
             if prompt.token_ids is None:
                 raise ValueError(
                     "a text prompt needs a tokenizer, and this engine has none; "
-                    'give {"prompt_token_ids": [...]}'
+                    'give {"prompt_token_ids": [...]}, or --prompt-ids'
                 )
             if params.stop:
                 raise ValueError(
@@ -203,7 +203,15 @@ class LLM:
 
     def _step(self) -> None:
         """Run one step and hand each update to its answer, whoever waits for it."""
-        for update in self.engine.step():
+        try:
+            updates = self.engine.step()
+        except KeyboardInterrupt:
+            # the engine has aborted all requests, those of streams that wait for their turn too
+            for answer in self._answers.values():
+                answer.add([], "abort")
+            self._answers.clear()
+            raise
+        for update in updates:
             answer = self._answers[update.request_id]
             num_kept = answer.add(update.new_ids, update.finish_reason)
             if num_kept is not None and update.finish_reason is None:

@@ -16,8 +16,10 @@ from nanorunner.machine import Machine, probe
 from nanorunner.model_source import ModelSource, resolve_model
 from nanorunner.platforms import platform_problem
 from nanorunner.workers.architectures import parse
+from nanorunner.workers.checkpoint import check_checkpoint
 from nanorunner.workers.messages import BLOCK_SIZE, RunnerConfig
 from nanorunner.workers.model_config import ModelConfig
+from nanorunner.workers.shards import check_tp
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,9 +52,11 @@ def resolve(config: Config, machine: Machine | None = None) -> Resolved:
     config = _resolve_dtype(config, model, machine, notes)
     config = _resolve_attention(config, model, machine, notes)
     config = _resolve_length(config, model, notes)
-    check_tp(config.tp, model)
+    check_tp(config.tp, model.num_heads)
     kv_cache_bytes = _resolve_kv_cache(config, model, machine, notes)
     _check_memory(config, model, machine)
+    if source.load_format == "safetensors":
+        check_checkpoint(source.folder, model)
     runner_config = _runner_config(config, model, source, kv_cache_bytes)
     return Resolved(
         config=config,
@@ -60,14 +64,6 @@ def resolve(config: Config, machine: Machine | None = None) -> Resolved:
         source=source,
         notes=(*_model_notes(config, source, model), *notes),
     )
-
-
-def check_tp(tp: int, model: ModelConfig) -> None:
-    """Refuse more ranks than query heads: a rank without a head has nothing to attend with."""
-    if tp > model.num_heads:
-        raise ValueError(
-            f"tp {tp}: the model has {model.num_heads} query heads; use 1 to {model.num_heads}"
-        )
 
 
 def _resolve_device(config: Config, machine: Machine, notes: list[str]) -> Config:

@@ -75,14 +75,14 @@ def _start(config: Config) -> LLM:
 
 def _rows(arguments: Namespace, params: SamplingParams) -> list[Row] | None:
     """Return what to complete; None for a chat with whoever sits at the terminal."""
-    if arguments.prompt:
-        for text in arguments.prompt:
-            if not text:
-                raise ValueError("--prompt: an empty prompt; write some text")
-        return [
-            Row(index=index, prompt=text, params=params)
-            for index, text in enumerate(arguments.prompt)
-        ]
+    if "" in (arguments.prompt or ()):
+        raise ValueError("--prompt: an empty prompt; write some text")
+    texts, ids = arguments.prompt or [], arguments.prompt_ids or []
+    if texts or ids:
+        rows = [Row(index=index, prompt=text, params=params) for index, text in enumerate(texts)]
+        for its_ids in ids:
+            rows.append(Row(index=len(rows), prompt_token_ids=its_ids, params=params))
+        return rows
     if sys.stdin.isatty():
         return None
     return read_rows(sys.stdin.buffer, params)
@@ -100,7 +100,8 @@ def _answer_no_row(rows: list[Row]) -> int:
 
 def _answer(llm: LLM, rows: list[Row], arguments: Namespace) -> int:
     """Run the rows together; print each in order as soon as it and those before it are done."""
-    writer = _Writer(rows, as_json=arguments.json or not arguments.prompt)
+    is_pipe = not (arguments.prompt or arguments.prompt_ids)
+    writer = _Writer(rows, as_json=arguments.json or is_pipe, has_text=llm.tokenizer is not None)
     answers: dict[int, Answer] = {}
     for row in rows:
         try:
@@ -148,11 +149,12 @@ def prepare(llm: LLM, row: Row, system: str | None, raw: bool) -> Answer:
 class _Writer:
     """stdout in the rows' order, however they finish; text streams when there is one row."""
 
-    def __init__(self, rows: list[Row], as_json: bool) -> None:
+    def __init__(self, rows: list[Row], as_json: bool, has_text: bool) -> None:
         self.num_failed = 0
+        self._has_text = has_text
         self._rows = rows
         self._as_json = as_json
-        self._streams = len(rows) == 1 and not as_json
+        self._streams = len(rows) == 1 and not as_json and has_text
         self._done: dict[int, str] = {}  # finished, by index, until those before are printed
         self._next = 0  # the first index that is not printed yet
         self._over: set[int] = set()
@@ -167,8 +169,12 @@ class _Writer:
             self.fail(row, answer.finish_reason)
             return
         output = answer.output()
-        text = "" if self._streams else output.text
-        self._finish(row, result_row(row, output) if self._as_json else text)
+        if self._as_json:
+            self._finish(row, result_row(row, output))
+        elif self._has_text:
+            self._finish(row, "" if self._streams else output.text)
+        else:
+            self._finish(row, ",".join(map(str, output.token_ids)))
 
     def fail(self, row: Row, error: str) -> None:
         """Record that a row failed, unless it is over already."""

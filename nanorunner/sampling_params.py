@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
+
+from nanorunner.field_types import check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,9 +22,17 @@ class SamplingParams:
     stop: tuple[str, ...] = ()  # the text ends before the first of these
     stop_token_ids: tuple[int, ...] = ()  # end a request like the model's own EOS ids
     seed: int | None = None  # None: drawn from the engine's seed
+    detokenize: bool = True  # False: ids alone, and no stop strings
 
     def __post_init__(self) -> None:
         """Refuse what no sampler can do."""
+        for name in ("stop", "stop_token_ids"):
+            value: Any = getattr(self, name)
+            if value is None or isinstance(value, list):  # as vLLM's users write it
+                object.__setattr__(self, name, tuple(value or ()))
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        check_types(self)
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise ValueError(f"temperature {self.temperature}: use 0 (greedy) or a positive number")
         if self.top_k < -1:
@@ -34,11 +45,9 @@ class SamplingParams:
             raise ValueError(
                 f"min_tokens {self.min_tokens}: use 0 to max_tokens ({self.max_tokens})"
             )
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         if any(not s for s in self.stop):
             raise ValueError("stop: an empty string would end every text at once; leave it out")
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if self.stop and not self.detokenize:
+            raise ValueError("stop strings need detokenize=True; use stop_token_ids")
         if self.seed is not None and not -(2**63) <= self.seed < 2**64:
             raise ValueError(f"seed {self.seed}: use a 64-bit integer")

@@ -10,11 +10,10 @@ other ranks are killed, which also frees a gloo collective that rank 0 sits in.
 
 from __future__ import annotations
 
-import contextlib
+import ctypes
 import logging
 import os
 import selectors
-import signal
 import socket
 import subprocess
 import threading
@@ -23,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nanorunner.errors import RankDied
+from nanorunner.rank_process import RankProcess, name_signal, process_state
 from nanorunner.workers.channel import Channel
 from nanorunner.workers.deadline import RunningClock
 from nanorunner.workers.pipe import Inbox, Message
@@ -33,21 +33,10 @@ TICKS_TO_SUSPECT = 4  # a rank seen stopped this often in a row is reported
 # raise, and their errors may be read before its end is noticed.
 GRACE_S = 0.3
 EXIT_WAIT_S = 5.0
+# Rank 0 mostly leaves by itself: its collective fails. But it may be loading weights for minutes.
+PUSH_AFTER_S = 1.5
 
 logger = logging.getLogger("nanorunner")
-
-
-@dataclass
-class RankProcess:
-    """One rank above 0, as rank 0 sees it. Written by the watcher's thread alone."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    pipe: socket.socket
-    is_open: bool = True  # until the end of the pipe was read
-    is_ready: bool = False
-    error: tuple[float, str] | None = None  # (when, traceback)
-    ticks_stopped: int = 0
 
 
 @dataclass
@@ -59,6 +48,12 @@ class CallClock:
     timeout_s: float
     clock: RunningClock = field(default_factory=RunningClock)
     seconds: float = 0.0  # at the watcher's last look
+    thread: int = field(default_factory=threading.get_ident)
+    is_pushed: bool = False
+
+
+class PeerFailed(RuntimeError):
+    """Pushes rank 0 out of its share of a call; Ranks.guard() raises the RankDied in its place."""
 
 
 class Watcher:
@@ -73,6 +68,7 @@ class Watcher:
         self._call: CallClock | None = None
         self._replies: dict[int, dict[int, Any]] = {}  # frame -> rank -> value
         self._changed = threading.Condition()
+        self._push_lock = threading.Lock()
         self._selector = selectors.DefaultSelector()
         self._wake, wake_end = socket.socketpair()
         self._selector.register(wake_end, selectors.EVENT_READ, None)
@@ -86,10 +82,9 @@ class Watcher:
         """Begin to watch; ranks may be added afterwards."""
         self._thread.start()
 
-    def add(self, rank: int, process: subprocess.Popen[bytes], pipe: socket.socket) -> None:
-        """Watch one more rank, from its first moment on."""
-        watched = RankProcess(rank, process, pipe)
-        self._selector.register(pipe, selectors.EVENT_READ, (watched, Inbox(pipe)))
+    def add(self, watched: RankProcess) -> None:
+        """Watch one more rank, from its first moment on; its pipe becomes non-blocking."""
+        self._selector.register(watched.pipe, selectors.EVENT_READ, (watched, Inbox(watched.pipe)))
         self.ranks.append(watched)
 
     def begin(self, frame: int, method: str, timeout_s: float) -> None:
@@ -98,7 +93,10 @@ class Watcher:
 
     def end(self) -> None:
         """Say that rank 0 has left the call."""
-        self._call = None
+        with self._push_lock:
+            call, self._call = self._call, None
+            if call is not None and call.is_pushed:
+                _raise_in(call.thread, None)  # take back what has not been raised yet
 
     def check(self) -> None:
         """Raise the recorded failure, if there is one."""
@@ -180,11 +178,16 @@ class Watcher:
 
     def _watch(self) -> None:
         grace: RunningClock | None = None
+        since_failure: RunningClock | None = None
         while not self._is_stopped:
             for key, _ in self._selector.select(TICK_S if grace is None else GRACE_S / 4):
                 if key.data is None:  # stop() closed the other end
                     return
                 self._read(*key.data)
+            if self.failure is not None:
+                since_failure = since_failure or RunningClock()
+                if since_failure.elapsed_s() > PUSH_AFTER_S:
+                    self._push_rank_0()
             if self._is_stopping or self.failure is not None:
                 continue
             self._look_at_states()
@@ -193,6 +196,13 @@ class Watcher:
                 grace = RunningClock()
             elif grace is not None and grace.elapsed_s() > GRACE_S:
                 self.fail(self._judge())
+
+    def _push_rank_0(self) -> None:
+        """Raise PeerFailed in the thread that still makes its share of a call, once."""
+        with self._push_lock:
+            if self._call is not None and not self._call.is_pushed:
+                self._call.is_pushed = True
+                _raise_in(self._call.thread, PeerFailed)
 
     def _read(self, watched: RankProcess, inbox: Inbox) -> None:
         messages, watched.is_open = inbox.read()
@@ -229,20 +239,12 @@ class Watcher:
         first = min(failed, key=order)
         code = first.process.poll()
         if code is not None and code < 0:
-            return self._blame(first, f"was killed by {self._name_signal(-code)}")
+            return self._blame(
+                first, f"was killed by {name_signal(-code, self._starter.is_alive())}"
+            )
         if first.error is not None:
             return self._blame(first, "raised an error", traceback=first.error[1])
         return self._blame(first, "closed its pipe" if code is None else f"exited with code {code}")
-
-    def _name_signal(self, number: int) -> str:
-        name = signal.strsignal(number) or ""
-        with contextlib.suppress(ValueError):  # real-time signals have no names
-            name = signal.Signals(number).name
-        if number == signal.SIGKILL and not self._starter.is_alive():
-            return f"{name}, because the thread that started it has ended"
-        if number == signal.SIGKILL:
-            return f"{name} (`kill -9`, or the kernel when memory ran out)"
-        return name
 
     def _look_at_clock(self) -> None:
         """Fail when the call that rank 0 is in has taken longer than it may."""
@@ -290,11 +292,7 @@ class Watcher:
         )
 
 
-def process_state(pid: int) -> str:
-    """Return the letter that ps shows: R runs, S sleeps, D in a driver, T stopped, Z dead; or ?"""
-    try:
-        with open(f"/proc/{pid}/stat") as stat:
-            # the name before it stands in brackets and may itself hold any character
-            return stat.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return "?"
+def _raise_in(thread: int, error: type[BaseException] | None) -> None:
+    """Make a thread raise `error` at its next line of Python; None takes an earlier one back."""
+    target = None if error is None else ctypes.py_object(error)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), target)

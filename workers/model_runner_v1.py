@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.warm_up import warm_up_attention
 from nanorunner.workers import kv_cache
 from nanorunner.workers.cuda_graphs_v1 import DecodeGraphs
 from nanorunner.workers.device import Device, Download
@@ -106,6 +107,15 @@ class ModelRunner:
 
     def capture(self) -> None:
         """Compile the kernels that serving will use, then capture the decode graphs."""
+        if self.config.attention_backend == "triton":
+            warm_up_attention(
+                qkv_width=self.model.layers[0].qkv.shape[0],
+                num_heads=self.model.local_heads,
+                k_cache=self.k_caches[0],
+                v_cache=self.v_caches[0],
+                dtype=self.dtype,
+                max_num_reqs=self.config.max_num_seqs,
+            )
         self.warm_up()
         if self.device.is_cuda and not self.config.enforce_eager:
             self.graphs = DecodeGraphs(self)

@@ -38,6 +38,10 @@ def join_group(config: RunnerConfig, rank: int, port: int) -> Group:
     store = None
     if config.tp > 1:
         store = TCPStore(HOST, port, is_master=False, timeout=_seconds(config.start_timeout_s))
+        # Wait here, where the end of the store frees us, until all have come: NCCL would wait in
+        # its own bootstrap for a rank that died on its way, and nothing frees it from there.
+        store.set(f"here/{rank}", "")
+        store.wait([f"here/{other}" for other in range(config.tp)])
     return Group(store, rank, config.tp, device, COLLECTIVE_TIMEOUT_S)
 
 

@@ -1,7 +1,7 @@
 """Which row of the state table belongs to which request: rows that stay put while a request runs.
 
-    request id -> row      one row from add() to remove(); resuming after a preemption is a new add()
-    free rows              a stack: the first request gets the last row, a freed row is the next to go
+    request id -> row    one row from add() to remove(); resuming after a preemption is a new add()
+    free rows            a stack: the first request gets the last row, a freed row is the next to go
 
 Reusing the last freed row at once brings a mistake in row lifetimes out early. What a step computed
 may come back when its rows belong to others already, so each row counts its owners: whoever builds

@@ -4,8 +4,9 @@
     writer.apply()                    one copy, one launch, in front of the kernels that read
 
 A step changes a few cells of large tables, in rows of different lengths: the block ids of requests
-that grew, all columns of a request that came. A copy per table would cost more than the step; so one
-StagedWriter serves all tables of a rank (kernels/staged_write.py has the packed form).
+that grew, all columns of a request that came. A copy and a launch per table would take the CPU as
+long as the step itself; so one StagedWriter serves all tables of a rank, whatever their types
+(kernels/staged_write.py has the packed form).
 
 Two writes to one cell: the later one counts. They are merged before they are sent. In debug mode
 they are an error instead, since no caller has a reason to stage a cell twice.
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,11 +28,19 @@ from nanorunner.workers.pinned_ring import PinnedRing
 Int64 = npt.NDArray[np.int64]
 Values = Sequence[int] | Sequence[float] | npt.NDArray[np.generic]
 
-# numpy type, packer of one value, 32-bit words an element
+
+class Format(NamedTuple):
+    """How a type is packed."""
+
+    dtype: np.dtype[Any]
+    packer: struct.Struct  # of one value
+    words: int  # 32-bit words an element
+
+
 FORMATS = {
-    torch.int32: (np.dtype(np.int32), struct.Struct("=i"), 1),
-    torch.int64: (np.dtype(np.int64), struct.Struct("=q"), 2),
-    torch.float32: (np.dtype(np.float32), struct.Struct("=f"), 1),
+    torch.int32: Format(np.dtype(np.int32), struct.Struct("=i"), 1),
+    torch.int64: Format(np.dtype(np.int64), struct.Struct("=q"), 2),
+    torch.float32: Format(np.dtype(np.float32), struct.Struct("=f"), 1),
 }
 
 
@@ -111,9 +120,9 @@ class StagedWriteTensor:
         if array.dtype.kind not in ("iuf" if is_float else "iu"):
             raise ValueError(f"{self.name}: {array.dtype} values for a table of {self._dtype}")
         if not is_float:
-            limits = np.iinfo(self._dtype)
+            half = 2 ** (8 * self._dtype.itemsize - 1)
             low, high = int(array.min()), int(array.max())
-            if low < limits.min or high > limits.max:
+            if low < -half or high >= half:
                 raise ValueError(f"{self.name}: {low} to {high} does not fit {self._dtype}")
         return array.astype(self._dtype)
 
@@ -155,13 +164,17 @@ class StagedWriter:
         can reach, such as kernels/uva.py's view of pinned host memory.
         """
         if dtype not in FORMATS or len(shape) not in (1, 2):
-            raise ValueError(f"{name}: {dtype} {list(shape)}: staged tables are [R] or [R, C] of"
-                             " int32, int64 or float32")
+            raise ValueError(
+                f"{name}: {dtype} {list(shape)}: staged tables are [R] or [R, C] of"
+                " int32, int64 or float32"
+            )
         if base is None:
             base = torch.zeros(*shape, dtype=dtype, device=self._device)
         if base.shape != tuple(shape) or base.dtype != dtype or not base.is_contiguous():
-            raise ValueError(f"{name}: the base is {base.dtype} {list(base.shape)}, strides"
-                             f" {base.stride()}; contiguous {dtype} {list(shape)} is needed")
+            raise ValueError(
+                f"{name}: the base is {base.dtype} {list(base.shape)}, strides"
+                f" {base.stride()}; contiguous {dtype} {list(shape)} is needed"
+            )
         table = StagedWriteTensor(self, len(self._tables), name, base)
         self._tables.append(table)
         self._flat.append(base.view(-1).view(torch.int32))
@@ -177,11 +190,11 @@ class StagedWriter:
 
     def staged(self) -> Writes:
         """Return what is staged, in the order of staging."""
-        columns = np.array(self._staged, np.int64).reshape(-1, 4).T
-        return Writes(*columns, np.frombuffer(b"".join(self._pieces), np.int32))
+        columns = np.array(self._staged, np.int64).reshape(-1, 4)
+        return _writes(columns, np.frombuffer(b"".join(self._pieces), np.int32))
 
     def apply(self) -> int:
-        """Enqueue everything staged: one copy and one launch. Return the launches: 1, or 0 for none.
+        """Enqueue everything staged, one copy and one launch; return 1, or 0 when there is nothing.
 
         Afterwards nothing is staged, also after StagedWriteConflict (debug mode) and after
         TimeoutError (no staging buffer came free); in both cases nothing was written.
@@ -255,4 +268,9 @@ def _merge(writes: Writes, order: Int64, groups: Int64) -> Writes:
             values[at : at + length] = writes.values[ends[write] - length : ends[write]]
         merged.append((writes.tables[leader], writes.rows[leader], low, high - low))
         pieces.append(values)
-    return Writes(*np.array(merged, np.int64).T, np.concatenate(pieces))
+    return _writes(np.array(merged, np.int64), np.concatenate(pieces))
+
+
+def _writes(columns: Int64, values: npt.NDArray[np.int32]) -> Writes:
+    """Return Writes from one line [table, row, start, length] a write."""
+    return Writes(columns[:, 0], columns[:, 1], columns[:, 2], columns[:, 3], values)

@@ -1,4 +1,4 @@
-"""Compile every Triton kernel to GPU machine code on a machine without a GPU; print a JSON line each.
+"""Compile every Triton kernel to GPU machine code on a machine without a GPU; a JSON line each.
 
 Triton's compiler and assembler need no GPU, only a target. Each public launcher is called on CPU
 tensors, and what it would launch is compiled instead. The interpreter forgives much that the

@@ -172,6 +172,15 @@ def test_prompts_give_their_completions_alone_on_stdout(folder: Path) -> None:
     assert alone.stderr == b""
 
 
+def test_a_preset_s_shape_answers_ids_with_ids(folder: Path) -> None:
+    words = ["--model", "tiny-qwen2", "--load-format", "dummy", "--tp", "1"]
+    result = nanorunner(folder, *words, "--prompt-ids", "1,2,3", "--prompt", "text")
+    assert result.returncode == 1  # a text prompt needs a tokenizer
+    ids = result.stdout.decode().split("\n")[-2]
+    assert len([int(token_id) for token_id in ids.split(",")]) == 4
+    assert b"prompt 0: a text prompt needs a tokenizer" in result.stderr
+
+
 def test_the_template_is_used_unless_the_prompt_is_raw(folder: Path) -> None:
     chat = nanorunner(folder, "--prompt", "one", "--json", "--system", "be brief", "--tp", "1")
     raw = nanorunner(folder, "--prompt", "one", "--json", "--raw", "--tp", "1")

@@ -13,6 +13,7 @@ from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.decode_attention import DecodePlan, decode_attention, plan_decode
 from nanorunner.kernels.flash_attention import load_flash_attention
 from nanorunner.kernels.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
+from nanorunner.kernels.warm_up import warm_up_attention
 
 # Query heads, KV heads, head dim: groups that are no power of two, one KV head, odd head dims.
 HEADS = [(9, 3, 64), (4, 1, 80), (5, 5, 96), (2, 1, 128), (2, 2, 256), (17, 1, 16)]
@@ -125,6 +126,13 @@ def test_a_tile_never_crosses_a_block_and_plans_are_few() -> None:
         assert all(plan.rows >= q // k for plan in prefill)
         assert len(decode) <= 14
         assert len(prefill) <= 2
+
+
+def test_the_warm_up_launches_every_plan_and_writes_nothing() -> None:
+    case = attention_case([(1, 9)], (4, 2, 16))
+    before = case.k_cache.clone(), case.v_cache.clone()
+    warm_up_attention(128, 4, case.k_cache, case.v_cache, case.q.dtype, max_num_reqs=8)
+    torch.testing.assert_close((case.k_cache, case.v_cache), before, equal_nan=True, rtol=0, atol=0)
 
 
 def test_an_unknown_backend_is_refused_with_the_list() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,6 +87,19 @@ def test_leaving_a_stream_early_ends_its_request_alone(llm: LLM) -> None:
     next(stream)
     stream.close()  # type: ignore[attr-defined]
     assert not llm.engine.has_unfinished() or llm.engine.step() == []
+    assert llm.generate(PROMPTS[0], greedy(), use_tqdm=False)[0].token_ids == expected
+
+
+def test_ctrl_c_ends_every_request_and_leaves_the_engine_usable(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS[0], greedy(), use_tqdm=False)[0].token_ids
+    stream = llm.stream(PROMPTS[1], greedy(max_tokens=900))
+    next(stream)
+    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(PROMPTS, greedy(max_tokens=900), use_tqdm=False)
+    timer.join()
+    list(stream)  # ends instead of waiting for a request that is no more
     assert llm.generate(PROMPTS[0], greedy(), use_tqdm=False)[0].token_ids == expected
 
 

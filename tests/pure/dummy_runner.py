@@ -9,7 +9,7 @@ from typing import Any
 
 from nanorunner.workers.messages import RunnerConfig
 
-WITH_REPLY = frozenset({"echo", "pid", "close", "count", "fail_at", "burn"})
+WITH_REPLY = frozenset({"echo", "pid", "close", "count", "fail_at", "burn", "load_slowly"})
 METHODS = WITH_REPLY | {"step", "sleep"}
 
 
@@ -51,6 +51,12 @@ class DummyRunner:
         """Compute for ever on one rank; the others wait for its reply."""
         while self.rank == only_rank:
             pass
+
+    def load_slowly(self, seconds: float) -> None:
+        """Be busy in Python on rank 0, as while loading weights; the others wait."""
+        end = time.monotonic() + seconds
+        while self.rank == 0 and time.monotonic() < end:
+            time.sleep(0.01)
 
     def fail_at(self, rank: int) -> None:
         if rank == self.rank:

@@ -52,6 +52,7 @@ REFUSED: list[tuple[list[str], list[str]]] = [
     (["--stop", "", *P], ["stop", "empty string"]),
     (["--dtype", "bf16", *P], ["dtype 'bf16'", "bfloat16"]),
     (["--prompt", ""], ["empty prompt"]),
+    (["--prompt-ids", "1;2"], ["--prompt-ids", "'1;2'", "write 1,2,3"]),
     (["doctor", "--tpp", "2"], ["unknown flag --tpp", "did you mean --tp?"]),
 ]
 

@@ -104,6 +104,16 @@ def test_a_killed_rank_is_named_with_its_signal(tp: int, phase: str) -> None:
         assert "was killed by SIGKILL" in caught.value.cause
 
 
+def test_a_killed_rank_ends_a_call_in_which_rank_0_is_busy_itself() -> None:
+    with ranks_of(2) as ranks:
+        pid = ranks.call_all("pid")[1]
+        threading.Timer(0.3, lambda: os.kill(pid, signal.SIGKILL)).start()
+        start = time.monotonic()
+        with pytest.raises(RankDied, match="was killed by SIGKILL"):
+            ranks.call_all("load_slowly", 60.0)
+        assert time.monotonic() - start < 0.3 + DETECTION_S
+
+
 @pytest.mark.parametrize("victim", [1, 2])
 def test_an_error_in_a_rank_arrives_with_its_own_traceback(victim: int) -> None:
     with ranks_of(3) as ranks:

@@ -1,0 +1,36 @@
+"""A short run of each soak: the real engine killed in every phase, and several engines at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.mark.slow
+@pytest.mark.limit(400)
+def test_rank_0_and_another_rank_may_be_killed_in_every_phase() -> None:
+    report = _run("soak_kill.py", "--trials", "12")
+    assert report["good"] == report["trials_run"] == 12
+
+
+@pytest.mark.slow
+@pytest.mark.limit(300)
+def test_engines_started_together_share_nothing_and_answer_alike() -> None:
+    assert _run("soak_engines.py", "--engines", "4")["good"]
+
+
+def _run(script: str, *flags: str) -> dict[str, Any]:
+    """Run a script; return its last line, which is JSON."""
+    result = subprocess.run(
+        [sys.executable, str(SCRIPTS / script), *flags], capture_output=True, text=True, timeout=390
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+    report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return report

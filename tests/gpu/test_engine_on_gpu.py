@@ -1,0 +1,88 @@
+"""On GPUs the engine gives transformers' tokens, with graphs and without, at one rank and at two.
+
+Tiny random models in float32, greedy, the Triton attention backend. transformers runs on the CPU:
+no kernel of ours and none of the GPU's takes part in the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from nanorunner import LLM, SamplingParams
+from nanorunner.presets import load_preset
+from nanorunner.toy_model import make_toy_model
+
+pytestmark = pytest.mark.limit(300)
+
+NUM_TOKENS = 24
+PROMPT_LENS = [1, 5, 17, 40, 200, 255, 256, 300]
+NUM_GPUS = torch.cuda.device_count()
+FAMILIES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3"]
+
+Ids = list[list[int]]
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return (folder, prompts, transformers' greedy ids) of one family."""
+    fields = load_preset(request.param) | {"dtype": "float32", "max_position_embeddings": 1024}
+    folder = make_toy_model(tmp_path_factory.mktemp(request.param), fields)
+    generator = torch.Generator().manual_seed(1)
+    prompts: Ids = [
+        torch.randint(3, fields["vocab_size"], (n,), generator=generator).tolist()
+        for n in PROMPT_LENS
+    ]
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference.generation_config.eos_token_id = None
+    ids: Ids = []
+    for prompt in prompts:
+        with torch.inference_mode():
+            output = reference.generate(
+                torch.tensor([prompt]), do_sample=False, max_new_tokens=NUM_TOKENS
+            )
+        ids.append(output[0, len(prompt) :].tolist())
+    return folder, prompts, ids
+
+
+def generate(folder: Path, prompts: Ids, **settings: Any) -> Ids:
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    given: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "kv_cache_gib": 0.5}
+    with LLM(folder, **(given | settings)) as llm:
+        requests: Sequence[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [o.token_ids for o in llm.generate(requests, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_greedy_ids_equal_transformers(model: Any, enforce_eager: bool) -> None:
+    folder, prompts, ids = model
+    settings = {"attention_backend": "triton", "enforce_eager": enforce_eager}
+    assert generate(folder, prompts, **settings) == ids
+
+
+def test_chunked_prefill_and_small_pools_change_nothing(model: Any) -> None:
+    folder, prompts, ids = model
+    small = {"max_num_batched_tokens": 48, "num_blocks": 5, "max_num_seqs": 6}
+    assert generate(folder, prompts, **small) == ids
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("enforce_eager", [False, True])
+def test_two_ranks_give_the_ids_of_one(model: Any, enforce_eager: bool) -> None:
+    folder, prompts, ids = model
+    assert generate(folder, prompts, tp=2, enforce_eager=enforce_eager) == ids
+
+
+def test_a_second_engine_gets_as_many_blocks_as_the_first(tmp_path: Path) -> None:
+    fields = load_preset("tiny-qwen3") | {"max_position_embeddings": 4096}
+    folder = make_toy_model(tmp_path, fields)
+    counts = []
+    for _ in range(2):
+        with LLM(folder, max_num_seqs=4, gpu_memory_utilization=0.2) as llm:
+            counts.append(llm.engine.scheduler.roster.blocks.num_blocks)
+    assert counts[0] == counts[1] > 0

@@ -18,9 +18,9 @@ from __future__ import annotations
 import torch
 
 from nanorunner.kernels.state_tables import NUM_REQS, StateTables
-from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
+from nanorunner.kernels.triton_support import jit, tl
 
-MAX_TILE = 1024  # requests that the one program handles at a time
+TILE = 512  # requests at a time; one size for every batch, so that none brings a compilation
 
 
 def advance_state(
@@ -124,8 +124,8 @@ def advance_state_triton(
         max_reqs,
         HAS_PLACES=logits_places is not None,
         NUM_REQS=NUM_REQS,
-        TILE=min(next_power_of_two(max(max_reqs, 1)), MAX_TILE),
-        num_warps=4,
+        TILE=TILE,
+        num_warps=8,
     )
 
 

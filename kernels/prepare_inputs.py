@@ -46,7 +46,7 @@ def prepare_decode_inputs(
     Request i is row idx_mapping[i] for i < header[NUM_REQS], padding from there on. Nobody (-1)
     keeps query length 1, with token 0, seq_len 0 and slot -1.
     """
-    assert out.input_ids.shape == out.seq_lens.shape, "a decode has one token a request"
+    assert 0 < len(out.input_ids) == len(out.seq_lens), "a decode has one token a request"
     assert len(idx_mapping) >= len(out.seq_lens), "idx_mapping is shorter than the bucket"
     is_cuda = out.input_ids.is_cuda
     function = prepare_decode_inputs_triton if is_cuda else prepare_decode_inputs_reference
@@ -80,8 +80,6 @@ def prepare_decode_inputs_triton(
 ) -> None:
     """prepare_decode_inputs as one launch, a program a request of the bucket."""
     bucket = len(out.input_ids)
-    if bucket == 0:
-        return
     max_blocks = state.block_tables.shape[1]
     decode_inputs_kernel[(bucket,)](
         header,
@@ -201,7 +199,7 @@ def _fill_requests(
     out.seq_lens.copy_(seq_lens)
     column = torch.arange(state.block_tables.shape[1], device=rows.device)
     is_used = column < -(-seq_lens[:, None] // block_size)
-    stale = out.block_tables.where(is_live[:, None], 0)
+    stale = out.block_tables.where(seq_lens[:, None] > 0, 0)
     out.block_tables.copy_(state.block_tables[row].where(is_used, stale))
 
 

@@ -12,18 +12,17 @@ from nanorunner.kernels.triton_support import jit, tl
 def _copy_table_row(
     source: tl.tensor,
     target: tl.tensor,
-    is_live: tl.tensor,
     num_used: tl.tensor,
     max_blocks: tl.tensor,
     TABLE_TILE: tl.constexpr,
 ) -> None:
-    """Copy the num_used first block ids of a live row; a row of nobody becomes all zero."""
-    num_written = tl.where(is_live, tl.minimum(num_used, max_blocks), max_blocks)
+    """Copy a row's num_used first block ids; the row of nobody (num_used 0) becomes all zero."""
+    num_copied = tl.minimum(num_used, max_blocks)
+    num_written = tl.where(num_used > 0, num_copied, max_blocks)
     for first in range(0, num_written, TABLE_TILE):
         column = first + tl.arange(0, TABLE_TILE)
-        inside = column < num_written
-        block = tl.load(source + column, mask=inside & is_live, other=0)
-        tl.store(target + column, block, mask=inside)
+        block = tl.load(source + column, mask=column < num_copied, other=0)
+        tl.store(target + column, block, mask=column < num_written)
 
 
 @jit(tables=("header", "idx_mapping"))
@@ -75,7 +74,8 @@ def decode_inputs_kernel(
     slot = block * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(slot_mapping + request, tl.where(has_slot, slot, -1))
     out_table = out_block_tables + request.to(tl.int64) * out_table_stride
-    _copy_table_row(table, out_table, is_live, column + 1, max_blocks, TABLE_TILE)
+    num_used = tl.where(is_live, column + 1, 0)
+    _copy_table_row(table, out_table, num_used, max_blocks, TABLE_TILE)
 
 
 @jit(
@@ -148,7 +148,7 @@ def mixed_inputs_kernel(
     tl.store(input_ids + token, tl.where(is_prompt, prompt, newest), mask=inside)
     tl.store(positions + token, position.to(tl.int64), mask=inside)
     column = position // BLOCK_SIZE
-    has_slot = is_live & (column < max_blocks)
+    has_slot = column < tl.where(is_live, max_blocks, 0)
     block = tl.load(table + column, mask=inside & has_slot, other=0).to(tl.int64)
     slot = block * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(slot_mapping + token, tl.where(has_slot, slot, -1), mask=inside)
@@ -163,4 +163,4 @@ def mixed_inputs_kernel(
         tl.store(logits_positions + place, last, mask=place >= 0)
         num_used = tl.cdiv(seq_len, BLOCK_SIZE)
         out_table = out_block_tables + request.to(tl.int64) * out_table_stride
-        _copy_table_row(table, out_table, is_live, num_used, max_blocks, TABLE_TILE)
+        _copy_table_row(table, out_table, num_used, max_blocks, TABLE_TILE)

@@ -12,12 +12,14 @@ then, such as keeping the table in GPU memory, is the caller's choice and the ca
 from __future__ import annotations
 
 import ctypes
+import time
 from typing import Any
 
 import torch
 
 TYPE_NAMES = {torch.int32: "<i4", torch.int64: "<i8", torch.float32: "<f4"}
 PROBE_ELEMENTS = 4096
+PROBE_TIMEOUT_S = 30.0  # the first launch of a process may load its kernels
 
 
 class UvaUnavailable(RuntimeError):
@@ -41,8 +43,10 @@ class _HostMemory:
 def uva_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zero-filled pinned host memory as a tensor of `device`; int32, int64 or float32.
 
-    The tensor owns the memory. Raises UvaUnavailable when the memory cannot be pinned or the driver
-    gives no device address for it. Whether its contents arrive is uva_problem()'s question.
+    The tensor owns the memory; let go of it only when no kernel that uses it is under way, for the
+    allocator of pinned memory knows of copies, not of kernels. Raises UvaUnavailable when the
+    memory cannot be pinned or the driver gives no device address for it. Whether its contents
+    arrive is uva_problem()'s question.
     """
     try:
         host = torch.zeros(shape, dtype=dtype, pin_memory=True)
@@ -62,16 +66,19 @@ def uva_view(host: torch.Tensor, device: torch.device) -> torch.Tensor:
         )
     if host.numel() == 0:
         return torch.empty(host.shape, dtype=host.dtype, device=device)
-    view = torch.as_tensor(_HostMemory(host, _device_address(host, device)), device=device)
-    if view.device != device or view.shape != host.shape:
-        raise UvaUnavailable(f"torch placed the view on {view.device}, not {device}")
+    address = _device_address(host, device)
+    view = torch.as_tensor(_HostMemory(host, address), device=device)
+    if view.data_ptr() != address:
+        # torch takes pinned memory to belong to the first device that this process used.
+        raise UvaUnavailable(f"the pinned memory belongs to another device than {device}")
     return view
 
 
 def uva_problem(device: torch.device) -> str:
     """Return "" when kernels of `device` read and write host memory rightly, else the reason.
 
-    Sends a pattern both ways and waits for the device: for start-up alone.
+    Sends a pattern both ways and waits for the device, so it is for the start alone. Raises
+    TimeoutError when the device does not answer.
     """
     try:
         host = torch.arange(PROBE_ELEMENTS, dtype=torch.int32).pin_memory()
@@ -80,13 +87,23 @@ def uva_problem(device: torch.device) -> str:
         return str(error)
     seen = view.clone()
     view.mul_(-3)
-    torch.cuda.synchronize(device)
+    _wait_for_device(device)
     expected = torch.arange(PROBE_ELEMENTS, dtype=torch.int32)
     if not torch.equal(seen.cpu(), expected):
         return "kernels read something else from pinned host memory than the CPU wrote"
     if not torch.equal(host, expected * -3):
         return "what kernels write to pinned host memory does not reach the CPU"
     return ""
+
+
+def _wait_for_device(device: torch.device) -> None:
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    deadline = time.monotonic() + PROBE_TIMEOUT_S
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{device} did not answer within {PROBE_TIMEOUT_S:g} s")
+        time.sleep(1e-4)
 
 
 def _device_address(host: torch.Tensor, device: torch.device) -> int:

@@ -60,7 +60,8 @@ def _dispatch(words: list[str]) -> int:
     return _doctor(words) if command == "doctor" else _run(words)
 
 
-def _run(words: list[str]) -> int:
+def run_parser() -> Parser:
+    """Return the parser of `run`, with every flag that it knows."""
     parser = Parser(
         prog="nanorunner",
         description=f"{ABOUT}\n\n{RUN_HELP}",
@@ -83,7 +84,11 @@ def _run(words: list[str]) -> int:
     parser.add_argument("-q", "--quiet", action="store_true", help="log warnings and errors only")
     add_sampling_flags(parser)
     add_engine_flags(parser)
-    arguments = parser.parse(words)
+    return parser
+
+
+def _run(words: list[str]) -> int:
+    arguments = run_parser().parse(words)
     _log_to_stderr(arguments.quiet)
     # imported here: --help and a misspelt flag should not wait for torch
     from nanorunner.run_command import run

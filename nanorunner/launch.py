@@ -23,7 +23,7 @@ from typing import Any
 from nanorunner.errors import RankDied
 from nanorunner.interrupt import DeferInterrupt
 from nanorunner.rank_process import spawn
-from nanorunner.watch import EXIT_WAIT_S, Watcher
+from nanorunner.watch import EXIT_WAIT_S, PeerFailed, Watcher
 from nanorunner.workers import loop as rank_loop
 from nanorunner.workers import pipe as pipes
 from nanorunner.workers.channel import SEGMENT_BYTES, Channel
@@ -156,6 +156,9 @@ class Ranks:
         try:
             yield
             watcher.check()  # an aborted collective returns, with nonsense in its tensors
+        except PeerFailed:
+            watcher.check()
+            raise
         except RankDied:
             raise
         except BaseException as error:

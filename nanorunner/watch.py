@@ -52,8 +52,11 @@ class CallClock:
     is_pushed: bool = False
 
 
-class PeerFailed(RuntimeError):
-    """Pushes rank 0 out of its share of a call; Ranks.guard() raises the RankDied in its place."""
+class PeerFailed(RankDied):
+    """Pushes rank 0 out of its share of a call; Ranks.guard() raises the failure in its place."""
+
+    def __init__(self) -> None:
+        super().__init__(0, os.getpid(), "left its call, as another rank has failed")
 
 
 class Watcher:

@@ -44,7 +44,7 @@ class PinnedSlot:
         is_cuda = device.type == "cuda"
         self.host = torch.zeros(num_words, dtype=torch.int32, pin_memory=is_cuda)
         self.words: npt.NDArray[np.int32] = self.host.numpy()  # the same memory
-        # A device buffer a slot: a kernel of an earlier step may still be reading its own.
+        # One a slot: what a step reads is never the target of a later step's copy.
         self.device = torch.zeros(num_words, dtype=torch.int32, device=device) if is_cuda else None
         self.event: Completion | None = None  # None: never sent since it was made or taken
 

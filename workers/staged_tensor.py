@@ -14,7 +14,7 @@ they are an error instead, since no caller has a reason to stage a cell twice.
 
 from __future__ import annotations
 
-import struct
+from array import array
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -26,22 +26,23 @@ from nanorunner.kernels.staged_write import HEADER_WORDS, staged_write
 from nanorunner.workers.pinned_ring import PinnedRing
 
 Int64 = npt.NDArray[np.int64]
-Values = Sequence[int] | Sequence[float] | npt.NDArray[np.generic]
+Values = bytes | Sequence[int] | Sequence[float] | npt.NDArray[np.generic]
 
 
 class Format(NamedTuple):
     """How a type is packed."""
 
     dtype: np.dtype[Any]
-    packer: struct.Struct  # of one value
-    words: int  # 32-bit words an element
+    code: str  # of the array module, whose arrays refuse what does not fit
+    bytes: int  # an element
 
 
 FORMATS = {
-    torch.int32: Format(np.dtype(np.int32), struct.Struct("=i"), 1),
-    torch.int64: Format(np.dtype(np.int64), struct.Struct("=q"), 2),
-    torch.float32: Format(np.dtype(np.float32), struct.Struct("=f"), 1),
+    torch.int32: Format(np.dtype(np.int32), "i", 4),
+    torch.int64: Format(np.dtype(np.int64), "q", 8),
+    torch.float32: Format(np.dtype(np.float32), "f", 4),
 }
+WORD_BYTES = 4
 
 
 class StagedWriteConflict(RuntimeError):
@@ -73,58 +74,50 @@ class StagedWriteTensor:
         self.row_capacity = tensor.shape[1] if tensor.dim() == 2 else 1
         self._writer = writer
         self._index = index
-        self._dtype, self._packer, self.element_words = FORMATS[tensor.dtype]
+        self._format = FORMATS[tensor.dtype]
+        self.element_words = self._format.bytes // WORD_BYTES
 
     def stage(self, row: int, start: int, values: Values) -> None:
         """Stage `values` for the cells [row, start], [row, start + 1], ...; none is nothing.
 
-        The values are copied now. Raises ValueError, with nothing staged, when they leave the row
-        or do not fit the table's type.
+        The values are copied now. An array must have the table's type and the numbers of a sequence
+        must fit it; bytes are packed values of that type, as they come over the wire. Raises
+        ValueError, with nothing staged, when they do not fit or when they leave the row.
         """
-        array = self._checked(values)
-        end = start + len(array)
-        if end == start:
+        data = self._packed(values)
+        count = len(data) // self._format.bytes
+        if count == 0:
             return
-        self._check_row(row)
-        if start < 0:
-            raise ValueError(f"{self.name}: row {row}: column {start} is below 0")
+        end = start + count
+        if start < 0 or not 0 <= row < self.num_rows:
+            raise ValueError(
+                f"{self.name}: row {row}, column {start}: the table has rows 0 to"
+                f" {self.num_rows - 1} and columns from 0"
+            )
         if end > self.row_capacity:
             raise ValueError(
-                f"{self.name}: row {row} has room for {self.row_capacity}, but {len(array)} more"
-                f" from column {start} exceed it ({end} > {self.row_capacity})"
+                f"{self.name}: row {row} has room for {self.row_capacity}, but {count} more from"
+                f" column {start} exceed it ({end} > {self.row_capacity})"
             )
-        words = self.element_words
-        self._writer.add(self._index, row, start * words, array.tobytes())
+        self._writer.add(self._index, row, start, data)
 
     def stage_elem(self, row: int, value: int | float) -> None:
         """Stage one value for the row's first cell; the same errors as stage()."""
-        self._check_row(row)
+        self.stage(row, 0, (value,))
+
+    def _packed(self, values: Values) -> bytes:
+        """Return the values' bytes in the table's type; ValueError where that would change them."""
+        if isinstance(values, np.ndarray):
+            if values.dtype != self._format.dtype or values.ndim != 1:
+                raise ValueError(
+                    f"{self.name}: an array of {values.dtype} {list(values.shape)}; a flat one of"
+                    f" {self._format.dtype} is needed"
+                )
+            return values.tobytes()
         try:
-            data = self._packer.pack(value)
-        except (struct.error, OverflowError) as error:
-            raise ValueError(f"{self.name}: {value!r} does not fit {self._dtype}") from error
-        self._writer.add(self._index, row, 0, data)
-
-    def _check_row(self, row: int) -> None:
-        if not 0 <= row < self.num_rows:
-            raise ValueError(f"{self.name}: row {row}: the table has rows 0 to {self.num_rows - 1}")
-
-    def _checked(self, values: Values) -> npt.NDArray[np.generic]:
-        """Return the values in the table's type; ValueError where that would change them."""
-        array = np.asarray(values)
-        if array.ndim != 1:
-            raise ValueError(f"{self.name}: values of shape {array.shape}; give a flat sequence")
-        if array.dtype == self._dtype or not len(array):
-            return array
-        is_float = self._dtype.kind == "f"
-        if array.dtype.kind not in ("iuf" if is_float else "iu"):
-            raise ValueError(f"{self.name}: {array.dtype} values for a table of {self._dtype}")
-        if not is_float:
-            half = 2 ** (8 * self._dtype.itemsize - 1)
-            low, high = int(array.min()), int(array.max())
-            if low < -half or high >= half:
-                raise ValueError(f"{self.name}: {low} to {high} does not fit {self._dtype}")
-        return array.astype(self._dtype)
+            return array(self._format.code, values).tobytes()
+        except (TypeError, OverflowError) as error:
+            raise ValueError(f"{self.name} holds {self._format.dtype}: {error}") from error
 
 
 class StagedWriter:
@@ -184,8 +177,9 @@ class StagedWriter:
         return table
 
     def add(self, table: int, row: int, start: int, data: bytes) -> None:
-        """Stage one write that a table has checked; start in words."""
-        self._staged.append((table, row, start, len(data) // 4))
+        """Stage one write that a table has checked; start in elements."""
+        words = self._tables[table].element_words
+        self._staged.append((table, row, start * words, len(data) // WORD_BYTES))
         self._pieces.append(data)
 
     def staged(self) -> Writes:
@@ -227,9 +221,9 @@ class StagedWriter:
         None for the groups when no two writes share a cell.
         """
         place = self._places[writes.tables]
-        begin = place[:, 0] + 4 * (writes.rows * place[:, 1] + writes.starts)
+        begin = place[:, 0] + WORD_BYTES * (writes.rows * place[:, 1] + writes.starts)
         order = np.argsort(begin, kind="stable")
-        begin, end = begin[order], (begin + 4 * writes.lengths)[order]
+        begin, end = begin[order], (begin + WORD_BYTES * writes.lengths)[order]
         is_first = begin[1:] >= np.maximum.accumulate(end)[:-1]
         if is_first.all():
             return order, None

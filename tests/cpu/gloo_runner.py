@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from nanorunner.workers.device import Download
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.messages import RunnerConfig
 
@@ -23,8 +24,9 @@ class GlooRunner:
 
     def meet(self, num_bytes: int) -> float:
         """Return the sum of rank + 1 over the ranks."""
-        x = torch.full((num_bytes // 4,), float(self.rank + 1))
-        return float(self.group.all_reduce(x)[-1])
+        x = torch.full((num_bytes // 4,), float(self.rank + 1), device=self.group.device)
+        values = Download(self.group.all_reduce(x)).result(timeout_s=60.0)
+        return float(values[-1])
 
     def meet_late(self, late_rank: int, seconds: float) -> float:
         if self.rank == late_rank:

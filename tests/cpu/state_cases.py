@@ -36,7 +36,9 @@ def state_of(
     """Return tables in which row r holds requests[r]; every other cell is poisoned."""
     state = StateTables(
         torch.full((num_rows, max_len), POISON, dtype=torch.int32),
-        *(torch.full((num_rows,), POISON, dtype=torch.int32) for _ in range(3)),
+        torch.full((num_rows,), POISON, dtype=torch.int32),
+        torch.full((num_rows,), POISON, dtype=torch.int32),
+        torch.full((num_rows,), POISON, dtype=torch.int32),
         torch.full((num_rows,), POISON, dtype=torch.int64),
         torch.full((num_rows, max_blocks), POISON, dtype=torch.int32),
     )

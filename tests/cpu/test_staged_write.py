@@ -110,6 +110,14 @@ def test_any_writes_leave_what_doing_them_one_by_one_leaves(data: st.DataObject)
         assert [table.tensor.tolist() for table in tables] == expected
 
 
+def test_bytes_are_packed_values() -> None:
+    writer = StagedWriter(DEVICE, 1)
+    table = writer.table("table", (2, 4), torch.int32)
+    table.stage(1, 1, np.array([7, -8], np.int32).tobytes())
+    writer.apply()
+    assert table.tensor.tolist() == [[0] * 4, [0, 7, -8, 0]]
+
+
 def test_a_long_write_is_whole() -> None:
     writer = StagedWriter(DEVICE, 1)
     table = writer.table("table", (2, 10_000), torch.int32)
@@ -151,7 +159,11 @@ def test_a_write_past_its_row_is_refused_with_the_numbers() -> None:
 
 @pytest.mark.parametrize(
     ("row", "start", "words"),
-    [(-1, 0, "row -1: the table has rows 0 to 1"), (2, 0, "row 2:"), (0, -1, "column -1 is below")],
+    [
+        (-1, 0, "row -1, column 0: the table has rows 0 to 1"),
+        (2, 0, "row 2, column 0"),
+        (0, -1, "row 0, column -1"),
+    ],
 )
 def test_a_place_outside_the_table_is_refused(row: int, start: int, words: str) -> None:
     writer = StagedWriter(DEVICE, 1)
@@ -169,7 +181,7 @@ def test_a_place_outside_the_table_is_refused(row: int, start: int, words: str) 
         (torch.int32, [1.5]),
         (torch.int32, np.array([2**33])),
         (torch.int64, np.array([2**63], np.uint64)),
-        (torch.int64, [True]),
+        (torch.int64, np.array([True])),
         (torch.float32, ["1"]),
         (torch.int32, [[1, 2]]),
     ],
@@ -177,9 +189,9 @@ def test_a_place_outside_the_table_is_refused(row: int, start: int, words: str) 
 def test_values_that_the_table_would_change_are_refused(dtype: torch.dtype, values: Any) -> None:
     writer = StagedWriter(DEVICE, 1)
     table = writer.table("table", (2, 4), dtype)
-    with pytest.raises(ValueError, match="table: "):
+    with pytest.raises(ValueError, match=r"table(:| holds) "):
         table.stage(0, 0, values)
-    with pytest.raises(ValueError, match="table: "):
+    with pytest.raises(ValueError, match="table holds "):
         table.stage_elem(0, 2**31 if dtype == torch.int32 else "x")  # type: ignore[arg-type]
     assert writer.apply() == 0
 
@@ -202,7 +214,7 @@ def test_debug_mode_refuses_two_writes_to_one_cell() -> None:
     table.stage(1, 0, [1, 2, 3])
     table.stage(0, 0, [1, 2, 3])
     table.stage(1, 2, [4, 5])
-    with pytest.raises(StagedWriteConflict, match="row 1 .*columns 0 to 2, columns 2 to 3"):
+    with pytest.raises(StagedWriteConflict, match=r"row 1 .*columns 0 to 2, columns 2 to 3"):
         writer.apply()
     assert writer.apply() == 0
     assert not table.tensor.any()

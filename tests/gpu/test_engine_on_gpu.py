@@ -53,6 +53,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def generate(folder: Path, prompts: Ids, **settings: Any) -> Ids:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
     given: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "kv_cache_gib": 0.5}
+    given["skip_tokenizer_init"] = True
     with LLM(folder, **(given | settings)) as llm:
         requests: Sequence[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [o.token_ids for o in llm.generate(requests, params, use_tqdm=False)]
@@ -83,6 +84,8 @@ def test_a_second_engine_gets_as_many_blocks_as_the_first(tmp_path: Path) -> Non
     folder = make_toy_model(tmp_path, fields)
     counts = []
     for _ in range(2):
-        with LLM(folder, max_num_seqs=4, gpu_memory_utilization=0.2) as llm:
+        with LLM(
+            folder, max_num_seqs=4, gpu_memory_utilization=0.2, skip_tokenizer_init=True
+        ) as llm:
             counts.append(llm.engine.scheduler.roster.blocks.num_blocks)
     assert counts[0] == counts[1] > 0

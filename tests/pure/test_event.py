@@ -13,6 +13,9 @@ import pytest
 
 from nanorunner.workers.event import EVENT_BYTES, Event
 
+# the child runs a few lines of ours and leaves by _exit, so other threads' locks cannot matter
+pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+
 # about 5 s on two cores
 NUM_INTERLEAVINGS = int(os.environ.get("NANORUNNER_INTERLEAVINGS", "1000000"))
 

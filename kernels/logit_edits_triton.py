@@ -23,10 +23,9 @@ def select_rows_kernel(
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = columns < num_ids
     place = tl.load(places + at).to(tl.int64)
-    is_open = tl.load(num_allowed + tl.load(rows + at)) == 0
-    values = tl.load(
-        logits + place * row_stride + columns, mask=inside & is_open, other=float("-inf")
-    )
+    num_open = tl.where(tl.load(num_allowed + tl.load(rows + at)) == 0, num_ids, 0)
+    source = logits + place * row_stride + columns
+    values = tl.load(source, mask=columns < num_open, other=float("-inf"))
     tl.store(selected + at * num_ids + columns, values.to(tl.float32), mask=inside)
 
 
@@ -54,7 +53,11 @@ def edit_ids_kernel(
     at = tl.program_id(0).to(tl.int64)
     row = tl.load(rows + at).to(tl.int64)
     entry = tl.arange(0, LIMIT)
-    is_ours = entry < tl.load(counts + row)
+    count = tl.load(counts + row)
+    if ACTION == BAN:
+        must_go_on = tl.load(positions + at) + 1 < tl.load(stop_from + row)
+        count = tl.where(must_go_on, count, 0)
+    is_ours = entry < count
     columns = tl.load(ids + row * LIMIT + entry, mask=is_ours, other=-1) - vocab_offset
     is_ours = is_ours & (columns >= 0) & (columns < num_ids)
     target = logits + at * row_stride + columns
@@ -66,8 +69,7 @@ def edit_ids_kernel(
         bias = tl.load(source + row * LIMIT + entry, mask=is_ours, other=0.0)
         tl.store(target, tl.load(target, mask=is_ours, other=0.0) + bias, mask=is_ours)
     if ACTION == BAN:
-        must_go_on = tl.load(positions + at) + 1 < tl.load(stop_from + row)
-        tl.store(target, float("-inf"), mask=is_ours & must_go_on)
+        tl.store(target, float("-inf"), mask=is_ours)
 
 
 @jit(counts=("vocab_offset",), tables=("rows", "positions"))

@@ -15,9 +15,7 @@ from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
 MAX_TILE = 1024  # rows a program
 
 
-def min_p_floor(
-    best: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor
-) -> torch.Tensor:
+def min_p_floor(best: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
     """Return [n] int64: the key that a row's tokens must reach; KEEP_ALL where min_p is 0.
 
     best [n] int64: each row's largest token key over all ranks. temperature [n] float32; 0 (greedy)

@@ -38,9 +38,7 @@ def apply_penalties(
     slots [R] int32 (-1: no penalties), repetition, presence, frequency [R] float32.
     """
     function = apply_penalties_triton if logits.is_cuda else apply_penalties_reference
-    function(
-        logits, rows, slots, repetition, presence, frequency, prompt_bits, output_counts
-    )
+    function(logits, rows, slots, repetition, presence, frequency, prompt_bits, output_counts)
 
 
 def apply_penalties_reference(

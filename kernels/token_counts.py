@@ -63,13 +63,13 @@ def count_prompt_reference(
 ) -> None:
     """Fill cleared slots as count_prompt does, in plain PyTorch."""
     num_ids = output_counts.shape[1]
+    bit = torch.arange(32, device=prompt_bits.device)
     for row in rows.tolist():
         slot, end = int(slots[row]), int(prompt_len[row])
         prompt = token_ids[row, :end].long() - vocab_offset
-        prompt = prompt[(prompt >= 0) & (prompt < num_ids)].unique()
-        bits = torch.ones_like(prompt) << (prompt % 32)
-        words = torch.zeros(prompt_bits.shape[1], dtype=torch.int64, device=prompt_bits.device)
-        prompt_bits[slot] = words.index_add_(0, prompt // 32, bits).int()
+        is_in = torch.zeros(prompt_bits.shape[1] * 32, dtype=torch.int64, device=bit.device)
+        is_in[prompt[(prompt >= 0) & (prompt < num_ids)]] = 1
+        prompt_bits[slot] = (is_in.view(-1, 32) << bit).sum(dim=-1).int()
         output = token_ids[row, end : int(prefill_len[row])].long() - vocab_offset
         output = output[(output >= 0) & (output < num_ids)]
         output_counts[slot] = torch.bincount(output, minlength=num_ids).int()

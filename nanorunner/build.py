@@ -44,7 +44,7 @@ def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> E
                 vocab_size=runner_config.model.vocab_size,
                 eos_token_ids=eos_ids | _model_eos_ids(resolved),
                 prefix_cache=config.prefix_cache,
-                depth=config.async_depth,
+                depth=runner_config.async_depth,
                 send_sampled_ids=runner_config.runner == "v1",
             ),
             ranks.call,

@@ -17,7 +17,7 @@ from nanorunner.did_you_mean import did_you_mean
 from nanorunner.field_types import check_types
 
 CHOICES = {
-    "runner": ("v1",),
+    "runner": ("v1", "v2"),
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "dummy"),
@@ -54,13 +54,14 @@ class Config:
     enforce_eager: bool = False
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     max_num_seqs: int = 256
+    max_num_reqs: int | None = None  # rows of v2's state table; None: 1024 or 2 x max_num_seqs
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None  # None: the model's own, at most 4096 (said in the log)
     gpu_memory_utilization: float = 0.9
     kv_cache_gib: float | None = None  # of every rank; None: what is left on a GPU, 1 GiB on a CPU
     num_blocks: int | None = None
     prefix_cache: bool = True
-    async_depth: int = 1  # steps in flight; v1 is synchronous
+    async_depth: int | None = None  # steps in flight; None: 1 with runner v1, 2 with v2
     seed: int = 0
     step_timeout_s: float = 300.0
     start_timeout_s: float = 600.0
@@ -126,6 +127,7 @@ def _check_counts(config: Config) -> None:
         "max_model_len": 2,  # one prompt token and one generated
         "num_blocks": 1,
         "async_depth": 1,
+        "max_num_reqs": 2,
     }
     for name, limit in least.items():
         value = getattr(config, name)
@@ -145,8 +147,16 @@ def _check_pairs(config: Config) -> None:
             f"kv_cache_gib {config.kv_cache_gib} and num_blocks {config.num_blocks}: both size "
             f"the KV cache; give one of them"
         )
-    if config.runner == "v1" and config.async_depth != 1:
-        raise ValueError(f"async_depth {config.async_depth}: runner v1 is synchronous; use 1")
+    if config.runner == "v1" and config.async_depth not in (None, 1):
+        raise ValueError(
+            f"async_depth {config.async_depth}: runner v1 is synchronous; use 1, or --runner v2"
+        )
+    if config.max_num_reqs is not None and config.max_num_reqs < 2 * config.max_num_seqs:
+        raise ValueError(
+            f"max_num_reqs {config.max_num_reqs}: a step in flight may hold max_num_seqs "
+            f"({config.max_num_seqs}) rows beside the next one's; use {2 * config.max_num_seqs} "
+            f"or more"
+        )
     if config.device == "cpu" and config.attention_backend in ("triton", "flash_attn"):
         raise ValueError(
             f"attention_backend {config.attention_backend}: needs an NVIDIA GPU; with device cpu "

@@ -25,6 +25,7 @@ ENGINE_HELP = {
     "enforce_eager": "capture no CUDA graphs",
     "skip_tokenizer_init": "token ids in, token ids out",
     "max_num_seqs": "most requests in one step (default 256)",
+    "max_num_reqs": "rows of runner v2's state table (default 1024, or 2 x max_num_seqs)",
     "max_num_batched_tokens": "most tokens in one step (default 8192)",
     "max_model_len": "most tokens of one request, prompt and completion (default: the model's, "
     "at most 4096)",
@@ -32,7 +33,7 @@ ENGINE_HELP = {
     "kv_cache_gib": "KV cache of each rank (default: what is left on a GPU; 1 on a CPU)",
     "num_blocks": "KV cache of each rank in blocks of 256 tokens",
     "prefix_cache": "share the KV of equal beginnings (default on)",
-    "async_depth": "steps in flight; runner v1 does one at a time",
+    "async_depth": "steps in flight (default 2; runner v1 does one at a time)",
     "seed": "of every random draw (default 0)",
     "step_timeout_s": "longest wait for one step (default 300)",
     "start_timeout_s": "longest wait for the ranks to start (default 600)",
@@ -46,7 +47,14 @@ SAMPLING_HELP = {
     "ignore_eos": "go on after the model's end of text",
 }
 DEFAULT_MAX_TOKENS = 256
-COUNTS = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_blocks", "max_tokens")
+COUNTS = (
+    "max_num_seqs",
+    "max_num_reqs",
+    "max_num_batched_tokens",
+    "max_model_len",
+    "num_blocks",
+    "max_tokens",
+)
 SHORT = {"tp": "--tensor-parallel-size", "step_timeout_s": "--step-timeout"}
 
 

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import numpy as np
 
 from nanorunner.sampling_params import SamplingParams
-from nanorunner.workers.messages import Int32, SamplingSettings
+from nanorunner.workers.full_sampling import FullSampling
+from nanorunner.workers.messages import Int32
 
 NO_ROW = -1
 
@@ -40,7 +41,7 @@ class Request:
     min_len: int  # ids are not searched for stops before this length
     ignore_eos: bool
     stop_token_ids: frozenset[int]
-    sampling: SamplingSettings
+    sampling: FullSampling
     row: int = NO_ROW
     blocks: list[int] = field(default_factory=list)  # KV blocks of positions 0 and up
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, made once each
@@ -63,7 +64,7 @@ def make_request(
         min_len=prompt_len + params.min_tokens,
         ignore_eos=params.ignore_eos,
         stop_token_ids=frozenset(params.stop_token_ids),
-        sampling=SamplingSettings(
+        sampling=FullSampling(
             temperature=params.temperature,
             top_k=max(params.top_k, 0),
             top_p=params.top_p,

@@ -23,6 +23,9 @@ from nanorunner.workers.shards import check_tp
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+RUNNERS = {"v1": "the textbook runner", "v2": "stable rows, inputs made on the device"}
+DEFAULT_DEPTH = 2  # steps in flight: one runs while the next is prepared
+DEFAULT_NUM_REQS = 1024
 DEFAULT_MAX_MODEL_LEN = 4096  # a model's own 128k would size the KV cache for one such request
 FLASH_ATTENTION_MAX_HEAD_DIM = 256
 
@@ -52,6 +55,7 @@ def resolve(config: Config, machine: Machine | None = None) -> Resolved:
     config = _resolve_dtype(config, model, machine, notes)
     config = _resolve_attention(config, model, machine, notes)
     config = _resolve_length(config, model, notes)
+    config = _resolve_runner(config)
     check_tp(config.tp, model.num_heads)
     kv_cache_bytes = _resolve_kv_cache(config, model, machine, notes)
     _check_memory(config, model, machine)
@@ -155,6 +159,18 @@ def _resolve_length(config: Config, model: ModelConfig, notes: list[str]) -> Con
     return config
 
 
+def _resolve_runner(config: Config) -> Config:
+    depth = config.async_depth or (1 if config.runner == "v1" else DEFAULT_DEPTH)
+    # every unread step may hold rows that have ended beside those that go on
+    rows = config.max_num_reqs or max(DEFAULT_NUM_REQS, depth * config.max_num_seqs)
+    if rows < depth * config.max_num_seqs:
+        raise ValueError(
+            f"max_num_reqs {rows}: {depth} steps in flight may hold max_num_seqs "
+            f"({config.max_num_seqs}) rows each; use {depth * config.max_num_seqs} or more"
+        )
+    return replace(config, async_depth=depth, max_num_reqs=rows)
+
+
 def _resolve_kv_cache(
     config: Config, model: ModelConfig, machine: Machine, notes: list[str]
 ) -> int | None:
@@ -218,17 +234,21 @@ def _runner_config(
     config: Config, model: ModelConfig, source: ModelSource, kv_cache_bytes: int | None
 ) -> RunnerConfig:
     assert config.max_model_len is not None, "the length is resolved before the runner's settings"
+    assert config.async_depth is not None, "the depth is resolved before the runner's settings"
+    assert config.max_num_reqs is not None, "so are the rows"
     return RunnerConfig(
         model=model,
         checkpoint="" if source.load_format == "dummy" else source.folder,
         load_format=source.load_format,
         runner=config.runner,
+        async_depth=config.async_depth,
         tp=config.tp,
         device=config.device,
         dtype=config.dtype,
         attention_backend=config.attention_backend,
         enforce_eager=config.enforce_eager,
         max_num_seqs=config.max_num_seqs,
+        max_num_reqs=config.max_num_reqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=config.max_model_len,
         gpu_memory_utilization=config.gpu_memory_utilization,
@@ -251,8 +271,8 @@ def _model_notes(config: Config, source: ModelSource, model: ModelConfig) -> lis
     return [
         f"model {source.name}: {model.architecture}, {model.num_layers} layers, "
         f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}; {weights}",
-        f"tp {config.tp}, runner {config.runner}: the textbook runner, one synchronous step at a "
-        f"time",
+        f"tp {config.tp}, runner {config.runner}: {RUNNERS[config.runner]}; "
+        f"{config.async_depth} step(s) in flight",
         f"CUDA graphs {graphs}",
         f"all-reduce {sums}",
     ]

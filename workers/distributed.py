@@ -57,8 +57,25 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks, in place, and return it."""
+        return self._reduce(x, dist.ReduceOp.SUM)
+
+    def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the element-wise maximum of x over the ranks, in place."""
+        return self._reduce(x, dist.ReduceOp.MAX)
+
+    def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """Return every rank's x (equal shapes), in rank order, one behind the other along dim."""
+        if self._group is None:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.tp)]
+        work = self._group.allgather([parts], [x.contiguous()])
+        work.wait()
+        return torch.cat(parts, dim=dim)
+
+    def _reduce(self, x: torch.Tensor, operation: Any) -> torch.Tensor:
         if self._group is not None:
             options = dist.AllreduceOptions()
+            options.reduceOp = operation
             options.asyncOp = False  # on the caller's stream, so it can be captured in a graph
             work = self._group.allreduce([x], options)
             if work is not None and not x.is_cuda:

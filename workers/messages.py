@@ -16,20 +16,12 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from nanorunner.workers.full_sampling import FullSampling
 from nanorunner.workers.model_config import ModelConfig
 
 BLOCK_SIZE = 256  # token slots in one KV block, the card's figure
 
 Int32 = npt.NDArray[np.int32]
-
-
-class SamplingSettings(NamedTuple):
-    """What the sampler needs of one request; the user-facing form is SamplingParams."""
-
-    temperature: float  # 0 is greedy
-    top_k: int  # 0 is off
-    top_p: float  # 1 is off
-    seed: int  # 64 bits as a signed int, drawn on rank 0 so that every rank holds the same
 
 
 class NewRequest(NamedTuple):
@@ -40,7 +32,7 @@ class NewRequest(NamedTuple):
     prompt_len: int  # how many of token_ids the user gave
     num_computed: int  # tokens whose KV a prefix-cache hit already holds
     block_ids: bytes  # int32: the KV blocks that hold positions 0 and up
-    sampling: SamplingSettings
+    sampling: FullSampling
 
 
 class StepInput(NamedTuple):
@@ -63,12 +55,12 @@ class StepInput(NamedTuple):
 
     def to_wire(self) -> tuple[Any, ...]:
         """Return the bare tuple that is pickled."""
-        return (*self[:2], tuple((*r[:5], tuple(r.sampling)) for r in self.new), *self[3:])
+        return (*self[:2], tuple((*r[:5], r.sampling.trimmed()) for r in self.new), *self[3:])
 
     @classmethod
     def from_wire(cls, wire: tuple[Any, ...]) -> StepInput:
         """Return the StepInput that to_wire made `wire` from."""
-        new = tuple(NewRequest(*(*r[:5], SamplingSettings(*r[5]))) for r in wire[2])
+        new = tuple(NewRequest(*(*r[:5], FullSampling(*r[5]))) for r in wire[2])
         return cls(wire[0], wire[1], new, *wire[3:])
 
 
@@ -129,13 +121,15 @@ class RunnerConfig:
     model: ModelConfig
     checkpoint: str  # folder that holds the safetensors files; "" when load_format is dummy
     load_format: str  # safetensors | dummy
-    runner: str  # v1
+    runner: str  # v1 | v2
+    async_depth: int  # steps in flight at most
     tp: int
     device: str  # cpu | cuda
     dtype: str  # float32 | bfloat16 | float16
     attention_backend: str  # torch | triton | flash_attn
     enforce_eager: bool  # no CUDA graphs
     max_num_seqs: int  # most requests in one step
+    max_num_reqs: int  # rows of the state table: those that run, and those in steps still unread
     max_num_batched_tokens: int  # most tokens in one step
     max_model_len: int  # most tokens of one request, prompt and output together
     gpu_memory_utilization: float  # this instance's share of the whole GPU's memory

@@ -118,7 +118,23 @@ class ModelRunner:
             )
         self.warm_up()
         if self.device.is_cuda and not self.config.enforce_eager:
-            self.graphs = DecodeGraphs(self)
+            self.graphs = self.capture_graphs()
+
+    def capture_graphs(self) -> DecodeGraphs:
+        """Capture a graph for every decode batch size."""
+        return DecodeGraphs(self)
+
+    @torch.inference_mode()
+    def widest_step(self) -> None:
+        """Run the largest prefill, then the largest sampler batch, without touching live state."""
+        config = self.config
+        query_len = min(config.max_num_batched_tokens, config.max_model_len)
+        num_reqs = max(1, config.max_num_batched_tokens // query_len)
+        self.run_eager(self.dummy_inputs(num_reqs, query_len))
+        decode = self.dummy_inputs(config.max_num_seqs, 1)
+        logits = self.run_model(decode._replace(logits_rows=None), is_prefill=True)
+        if logits is not None:
+            self.sampler(logits, **self.dummy_sampling(len(logits), top_k=50, top_p=0.9))
 
     @torch.inference_mode()
     def warm_up(self, num_tokens: int = 32) -> None:

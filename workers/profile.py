@@ -8,16 +8,14 @@ each on a one-block cache that is thrown away. What is left of this instance's s
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 
 from nanorunner.workers import kv_cache
-from nanorunner.workers.cuda_graphs_v1 import DecodeGraphs
-from nanorunner.workers.messages import BLOCK_SIZE, KvRoom
-
-if TYPE_CHECKING:
-    from nanorunner.workers.model_runner_v1 import ModelRunner
+from nanorunner.workers.device import Device, MemoryUse
+from nanorunner.workers.messages import BLOCK_SIZE, KvRoom, RunnerConfig
+from nanorunner.workers.models.decoder import Decoder
 
 GIB = 1 << 30
 CPU_DEFAULT_BYTES = GIB  # of host memory, over all layers of one rank
@@ -26,7 +24,30 @@ MARGIN_BYTES = 64 << 20  # fragmentation between the rehearsal and the real thin
 logger = logging.getLogger("nanorunner")
 
 
-def measure_kv_room(runner: ModelRunner) -> KvRoom:
+class Profiled(Protocol):
+    """What a runner must offer to have its memory measured."""
+
+    config: RunnerConfig
+    rank: int
+    device: Device
+    dtype: torch.dtype
+    model: Decoder
+    memory_before: MemoryUse | None
+
+    def allocate_kv(self, num_blocks: int) -> None:
+        """Allocate a KV cache."""
+
+    def release_kv(self) -> None:
+        """Give it back."""
+
+    def widest_step(self) -> None:
+        """Run the largest prefill and the largest sampler batch, touching no live state."""
+
+    def capture_graphs(self) -> Any:
+        """Capture every graph and return what holds them."""
+
+
+def measure_kv_room(runner: Profiled) -> KvRoom:
     """Return how many blocks this rank can hold, 0 when not even one fits."""
     config = runner.config
     itemsize = torch.empty(0, dtype=runner.dtype).element_size()
@@ -48,23 +69,23 @@ def measure_kv_room(runner: ModelRunner) -> KvRoom:
     return KvRoom(max(0, min(room // size, 2 * all_requests)), size, room)
 
 
-def _gpu_room(runner: ModelRunner) -> int:
+def _gpu_room(runner: Profiled) -> int:
     """Return the bytes of this instance's share that its widest step leaves for the cache."""
     config, device = runner.config, runner.device
     before = runner.memory_before
     assert before is not None, "a GPU runner records its memory before it allocates"
     runner.allocate_kv(num_blocks=1)
-    _widest_step(runner)
+    runner.widest_step()
     device.finish(config.step_timeout_s)
     device.reset_peak()
-    _widest_step(runner)
+    runner.widest_step()
     device.finish(config.step_timeout_s)
     peak = device.memory().peak
     graph_bytes = 0
     if not config.enforce_eager:
         device.reset_peak()
         free = device.memory().free
-        graphs = DecodeGraphs(runner)
+        graphs = runner.capture_graphs()
         graph_bytes = max(0, free - device.memory().free)
         del graphs
     runner.release_kv()
@@ -95,16 +116,3 @@ def _gpu_room(runner: ModelRunner) -> int:
         min(room, headroom) / GIB,
     )
     return min(room, headroom)
-
-
-@torch.inference_mode()
-def _widest_step(runner: ModelRunner) -> None:
-    """Run the largest prefill, then the largest sampler batch, without touching live state."""
-    config = runner.config
-    query_len = min(config.max_num_batched_tokens, config.max_model_len)
-    num_reqs = max(1, config.max_num_batched_tokens // query_len)
-    runner.run_eager(runner.dummy_inputs(num_reqs, query_len))
-    decode = runner.dummy_inputs(config.max_num_seqs, 1)
-    logits = runner.run_model(decode._replace(logits_rows=None), is_prefill=True)
-    if logits is not None:
-        runner.sampler(logits, **runner.dummy_sampling(len(logits), top_k=50, top_p=0.9))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.messages import Runner, RunnerConfig
+from nanorunner.workers.model_runner import ModelRunner
 from nanorunner.workers.model_runner_v1 import ModelRunner as ModelRunnerV1
 
 
@@ -13,4 +14,6 @@ def make_runner(config: RunnerConfig, rank: int, group: Group) -> Runner:
     device = Device(config.device, rank)
     if config.runner == "v1":
         return ModelRunnerV1(config, rank, group, device)
-    raise ValueError(f"runner {config.runner!r}: use v1")
+    if config.runner == "v2":
+        return ModelRunner(config, rank, group, device)
+    raise ValueError(f"runner {config.runner!r}: use v1 or v2")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nanorunner.workers.messages import NewRequest, SamplingSettings, StepInput
+from nanorunner.workers.messages import NewRequest, StepInput
 
 
 class Sequence:
@@ -19,7 +19,7 @@ class Sequence:
         self.token_ids: list[int] = np.frombuffer(new.token_ids, np.int32).tolist()
         self.num_cached_tokens = new.num_computed  # whose K and V the cache already holds
         self.block_table: list[int] = np.frombuffer(new.block_ids, np.int32).tolist()
-        self.sampling: SamplingSettings = new.sampling
+        self.sampling = new.sampling
         self.num_scheduled_tokens = 0  # in the current step
 
     def __len__(self) -> int:

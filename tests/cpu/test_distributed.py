@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanorunner.workers.distributed import Group
 
@@ -16,12 +17,12 @@ CPU = torch.device("cpu")
 
 def on_ranks(tp: int, body: Callable[[Group], object]) -> list[object]:
     """Run body(group) on tp threads, one rank each, and return the results by rank."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     results: list[object] = [None] * tp
 
     def run(rank: int) -> None:
         # one client a thread: a store serves one waiting caller at a time
-        mine = dist.TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+        mine = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
         group = Group(mine, rank, tp, CPU, timeout_s=20)
         results[rank] = body(group)
         group.close()

@@ -18,10 +18,11 @@ from nanorunner.resolve import resolve
 from nanorunner.workers.cuda_graphs_v1 import capture_sizes
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
-from nanorunner.workers.messages import NewRequest, SamplingSettings, StepInput, StepOutput
+from nanorunner.workers.full_sampling import FullSampling
+from nanorunner.workers.messages import NewRequest, StepInput, StepOutput
 from nanorunner.workers.model_runner_v1 import ModelRunner
 
-GREEDY = SamplingSettings(temperature=0.0, top_k=0, top_p=1.0, seed=0)
+GREEDY = FullSampling(temperature=0.0, top_k=0, top_p=1.0, seed=0)
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
 

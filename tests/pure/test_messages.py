@@ -6,7 +6,8 @@ import pickle
 
 import numpy as np
 
-from nanorunner.workers.messages import NewRequest, SamplingSettings, StepInput
+from nanorunner.workers.full_sampling import FullSampling
+from nanorunner.workers.messages import NewRequest, StepInput
 
 
 def ids(*values: int) -> bytes:
@@ -14,11 +15,11 @@ def ids(*values: int) -> bytes:
 
 
 def test_a_step_input_comes_back_from_the_wire_as_it_was() -> None:
-    new = NewRequest(7, ids(1, 2, 3), 3, 0, ids(5), SamplingSettings(0.5, 20, 0.9, 2**63 + 1))
+    new = NewRequest(7, ids(1, 2, 3), 3, 0, ids(5), FullSampling(0.5, 20, 0.9, seed=2**62 + 1))
     step = StepInput(4, ids(1, 2), (new,), ((3, ids(9)),), ids(3, 1, 7, 3), ids(11, 12))
     wire = pickle.loads(pickle.dumps(step.to_wire()))
     assert StepInput.from_wire(wire) == step
-    assert type(StepInput.from_wire(wire).new[0].sampling) is SamplingSettings
+    assert type(StepInput.from_wire(wire).new[0].sampling) is FullSampling
 
 
 def test_a_steady_step_of_256_requests_is_small() -> None:

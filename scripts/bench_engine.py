@@ -131,6 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bench_engine", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="qwen3-0.6b", help="a preset, or a folder's shape")
     parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--runner", default="v1", choices=["v1", "v2"])
     parser.add_argument("--loads", default="b1,b8,b64,b256,nano", help=", ".join(WORKLOADS))
     parser.add_argument("--temperature", type=float, default=0.6, help="b1 is greedy always")
     parser.add_argument("--repeats", type=int, default=3)
@@ -163,6 +164,7 @@ def start_engine(args: argparse.Namespace, names: list[str]) -> LLM:
         attention_backend=args.attention_backend,
         gpu_memory_utilization=args.gpu_memory_utilization,
         enforce_eager=args.enforce_eager,
+        runner=args.runner,
     )
 
 

@@ -59,24 +59,54 @@ def generate(folder: Path, prompts: Ids, **settings: Any) -> Ids:
         return [o.token_ids for o in llm.generate(requests, params, use_tqdm=False)]
 
 
+RUNNERS = ["v1", "v2"]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
 @pytest.mark.parametrize("enforce_eager", [False, True])
-def test_greedy_ids_equal_transformers(model: Any, enforce_eager: bool) -> None:
+def test_greedy_ids_equal_transformers(model: Any, runner: str, enforce_eager: bool) -> None:
     folder, prompts, ids = model
-    settings = {"attention_backend": "triton", "enforce_eager": enforce_eager}
+    settings = {"attention_backend": "triton", "enforce_eager": enforce_eager, "runner": runner}
     assert generate(folder, prompts, **settings) == ids
 
 
-def test_chunked_prefill_and_small_pools_change_nothing(model: Any) -> None:
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_chunked_prefill_and_small_pools_change_nothing(model: Any, runner: str) -> None:
     folder, prompts, ids = model
     small = {"max_num_batched_tokens": 48, "num_blocks": 5, "max_num_seqs": 6}
-    assert generate(folder, prompts, **small) == ids
+    assert generate(folder, prompts, runner=runner, **small) == ids
 
 
 @pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
-@pytest.mark.parametrize("enforce_eager", [False, True])
-def test_two_ranks_give_the_ids_of_one(model: Any, enforce_eager: bool) -> None:
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_two_ranks_give_the_ids_of_one(model: Any, runner: str) -> None:
     folder, prompts, ids = model
-    assert generate(folder, prompts, tp=2, enforce_eager=enforce_eager) == ids
+    assert generate(folder, prompts, tp=2, runner=runner) == ids
+
+
+def test_a_steady_step_of_v2_waits_for_nothing(tmp_path: Path) -> None:
+    """100 steps with additions, ends, block boundaries and preemptions, under "error" mode."""
+    fields = load_preset("tiny-qwen3") | {"max_position_embeddings": 1024}
+    folder = make_toy_model(tmp_path, fields)
+    settings: dict[str, Any] = {"skip_tokenizer_init": True, "runner": "v2"}
+    with LLM(folder, max_num_seqs=4, num_blocks=6, max_model_len=600, **settings) as llm:
+        for length in (250, 240, 230, 255, 100, 60):
+            params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
+            llm.engine.add_request(list(range(3, 3 + length)), params)
+        for _ in range(3):
+            llm.engine.step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for number in range(100):
+                if number % 10 == 0:
+                    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+                    llm.engine.add_request(list(range(5, 5 + 30 * (number // 10 + 1))), params)
+                llm.engine.step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        stats = llm.engine.stats
+        assert stats.preemptions > 0
+        assert stats.num_ended >= 6
 
 
 def test_a_second_engine_gets_as_many_blocks_as_the_first(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 
 from nanorunner.kernels.token_keys import KEEP_ALL, key_value, key_values, token_key, token_keys
-from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
+from nanorunner.kernels.triton_support import jit, tl
 
-MAX_TILE = 1024  # rows a program
+TILE = 256  # rows a program
 
 
 def min_p_floor(best: torch.Tensor, temperature: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -44,9 +44,8 @@ def min_p_floor_triton(
     num_rows = len(best)
     floor = torch.empty_like(best)
     if num_rows > 0:
-        tile = min(next_power_of_two(num_rows), MAX_TILE)
-        grid = (-(-num_rows // tile),)
-        _floors[grid](best, temperature, min_p, floor, num_rows, KEEP_ALL=KEEP_ALL, TILE=tile)
+        grid = (-(-num_rows // TILE),)
+        _floors[grid](best, temperature, min_p, floor, num_rows, KEEP_ALL=KEEP_ALL, TILE=TILE)
     return floor
 
 

@@ -150,9 +150,11 @@ def _best_of_tile(
         values = tl.load(logits + place * row_stride + columns, mask=kept, other=float("-inf"))
         scores = values.to(tl.float32)
         ids = columns.to(tl.int64) + vocab_offset
+        num_kept = 1
         if HAS_CUT:
             kept = kept & (token_key(scores, ids) >= lowest)
-        if tl.max(kept.to(tl.int32), axis=0) > 0:
+            num_kept = tl.max(kept.to(tl.int32), axis=0)
+        if num_kept > 0:
             heat = tl.load(temperature + row)
             if heat >= GREEDY_BELOW:
                 word = random_word(tl.load(seed + row), ids, tl.load(positions + place), USE)

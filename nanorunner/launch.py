@@ -4,16 +4,14 @@
                                           -> rank 0's own runner.step -> its value
 
 Ranks are plain child processes started with the user's interpreter; they do not import the user's
-script, so it needs no `if __name__ == "__main__"`. The segment is an anonymous file (memfd) and the
-events lie inside it: nothing of ours ever has a name that a crash could leave behind.
+script, so it needs no `if __name__ == "__main__"`. The segment loses its name before they start and
+the events lie inside it: nothing of ours has a name that a crash could leave behind.
 """
 
 from __future__ import annotations
 
 import logging
-import mmap
 import os
-import secrets
 import subprocess
 import weakref
 from collections.abc import Iterator
@@ -23,10 +21,11 @@ from typing import Any
 from nanorunner.errors import RankDied
 from nanorunner.interrupt import DeferInterrupt
 from nanorunner.rank_process import spawn
+from nanorunner.segment import Segment
 from nanorunner.watch import EXIT_WAIT_S, PeerFailed, Watcher
 from nanorunner.workers import loop as rank_loop
 from nanorunner.workers import pipe as pipes
-from nanorunner.workers.channel import SEGMENT_BYTES, Channel
+from nanorunner.workers.channel import Channel
 from nanorunner.workers.messages import METHODS, METHODS_WITH_REPLY, RunnerConfig
 from nanorunner.workers.pipe import Message
 
@@ -91,14 +90,16 @@ class Ranks:
         self._is_closed = False
         self._is_broken = False
         self._threads_before: int | None = None
+        self._segment: Segment | None = None
         self._channel: Channel | None = None
         self._watcher: Watcher | None = None
         if config.tp == 1:
             self._build_own_runner(runner, with_group)
             return
         try:
-            with self._segment() as segment_fd:
-                self._start(runner, with_group, segment_fd)
+            self._segment = Segment()
+            self._channel = Channel(self._segment.buffer, 0, config.tp, methods)
+            self._start(runner, with_group, self._segment)
         except BaseException:
             self._is_broken = True
             self.close()
@@ -202,22 +203,7 @@ class Ranks:
             self._meeting.group = rendezvous.join_group(self.config, 0, port)
         self.runner = rank_loop.resolve(runner)(self.config, 0, self._meeting.group)
 
-    @contextmanager
-    def _segment(self) -> Iterator[int]:
-        """Make the segment and the channel; yield the descriptor that the ranks inherit."""
-        if not hasattr(os, "memfd_create"):
-            raise RuntimeError(f"tp {self.config.tp} needs Linux or WSL2; use tp 1 here")
-        fd = os.memfd_create(f"nanorunner-{secrets.token_hex(16)}")
-        try:
-            os.fchmod(fd, 0o600)  # frames are unpickled: nobody else may write them
-            os.ftruncate(fd, SEGMENT_BYTES)
-            memory = memoryview(mmap.mmap(fd, SEGMENT_BYTES))
-            self._channel = Channel(memory, 0, self.config.tp, self._methods)
-            yield fd
-        finally:
-            os.close(fd)
-
-    def _start(self, runner: str, with_group: bool, segment_fd: int) -> None:
+    def _start(self, runner: str, with_group: bool, segment: Segment) -> None:
         """Start every rank, build rank 0's runner meanwhile, and wait until all are ready."""
         if self._channel is None:
             raise ValueError("the segment comes first")
@@ -229,7 +215,9 @@ class Ranks:
             port = self._meeting.server.port
         # not a method of ours: the watcher's thread would keep an engine alive that nobody holds
         watcher = self._watcher = Watcher(self._channel, self._meeting.break_up)
-        self._finalizer = weakref.finalize(self, _abandon, watcher, os.getpid())
+        self._finalizer = weakref.finalize(
+            self, _abandon, watcher, self._channel, segment, os.getpid()
+        )
         watcher.start()
         start = rank_loop.Start(
             self.config,
@@ -241,9 +229,10 @@ class Ranks:
         )
         with self.guard("start", self.config.start_timeout_s):
             for rank in range(1, self.config.tp):
-                started = spawn(rank, self.config.tp, segment_fd)
+                started = spawn(rank, self.config.tp, segment.fd)
                 watcher.add(started)
                 pipes.send(started.pipe, Message(0, "start", start))
+            segment.close_descriptor()
             self._build_own_runner(runner, with_group, port)
             watcher.wait_until(lambda: all(watched.is_ready for watched in watcher.ranks))
 
@@ -302,15 +291,19 @@ class Ranks:
         self.runner = None
         if self._channel is not None:
             self._channel.close()
+        if self._segment is not None:
+            self._segment.close()
         if self._threads_before is not None and self.config.tp > 1:
             import torch
 
             torch.set_num_threads(self._threads_before)
 
 
-def _abandon(watcher: Watcher, owner_pid: int) -> None:
+def _abandon(watcher: Watcher, channel: Channel, segment: Segment, owner_pid: int) -> None:
     """Kill the ranks of an engine that nobody closed; runs when it is collected, and at exit."""
     if os.getpid() == owner_pid:  # a forked copy of rank 0 has no say
         watcher.expect_exit()
         watcher.kill()
         watcher.stop()
+        channel.close()
+        segment.close()

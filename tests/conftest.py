@@ -1,7 +1,7 @@
 """What holds for every test: a hard time limit, and nothing left behind.
 
 Folders say what a test needs: pure (no torch), cpu (torch), gpu (CUDA). A file whose need is
-missing is skipped by that name; with --fail-on-skip a skip in pure or cpu is a failure: CI runs both.
+missing is skipped by that name; with --fail-on-skip a skip in pure or cpu fails: CI runs both.
 """
 
 from __future__ import annotations

@@ -139,8 +139,7 @@ def test_penalties_by_shards_are_those_of_the_whole(kind: str) -> None:
         pool.come(2, [0, 32, 33, 98], [65, 66])
         pool.sampled([2], [31], [5])
     parts = [
-        pool.apply(logits[:, pool.offset : pool.offset + 33], [2], 1.3, 0.5, 0.7)
-        for pool in shards
+        pool.apply(logits[:, pool.offset : pool.offset + 33], [2], 1.3, 0.5, 0.7) for pool in shards
     ]
     assert torch.equal(torch.cat(parts, 1), whole.apply(logits, [2], 1.3, 0.5, 0.7))
 

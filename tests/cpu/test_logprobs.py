@@ -52,6 +52,7 @@ def test_the_sum_is_that_of_a_log_softmax(statistics: object, dtype: torch.dtype
     torch.testing.assert_close((value - found).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities
 @ROWS
 def test_a_row_of_minus_infinities_has_no_nan(statistics: object) -> None:
     assert callable(statistics)

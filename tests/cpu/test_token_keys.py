@@ -1,4 +1,4 @@
-"""A token key orders tokens as a sampler must, and draws made by keys are those of gumbel_argmax."""
+"""A token key orders tokens as a sampler must; draws made by keys are those of gumbel_argmax."""
 
 from __future__ import annotations
 

@@ -107,6 +107,7 @@ def test_p_just_under_one_keeps_every_id_of_a_flat_row(find: Cut) -> None:
     assert len(kept(find, logits, 1, 0, 0.9999999)) == 32_000
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities
 @BOTH
 def test_k_of_one_and_a_tiny_p_keep_the_best_id(find: Cut) -> None:
     logits = torch.randn(2100, generator=torch.Generator().manual_seed(0))
@@ -136,12 +137,11 @@ def test_what_cannot_be_drawn_is_not_counted(find: Cut, filler: float) -> None:
     assert kept(find, logits, 1, 1, 1.0) == [17]
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, on infinities
 @pytest.mark.parametrize("value", [-INFINITY, float("nan"), INFINITY])
 def test_a_row_without_a_finite_best_still_ends_and_keeps_its_first_id(value: float) -> None:
     logits = torch.full((1, 50), value)
-    cut = top_k_top_p_cut_triton(
-        logits, torch.ones(1), torch.tensor([3]), torch.tensor([0.5])
-    )
+    cut = top_k_top_p_cut_triton(logits, torch.ones(1), torch.tensor([3]), torch.tensor([0.5]))
     assert int(token_keys(logits[0, 0], torch.tensor(0))) >= int(cut) >= LOWEST_KEY
 
 

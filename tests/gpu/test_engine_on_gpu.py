@@ -52,8 +52,9 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 def generate(folder: Path, prompts: Ids, **settings: Any) -> Ids:
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    given: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "kv_cache_gib": 0.5}
-    given["skip_tokenizer_init"] = True
+    given: dict[str, Any] = {"dtype": "float32", "max_num_seqs": 12, "skip_tokenizer_init": True}
+    if "num_blocks" not in settings:
+        given["kv_cache_gib"] = 0.5
     with LLM(folder, **(given | settings)) as llm:
         requests: Sequence[Any] = [{"prompt_token_ids": prompt} for prompt in prompts]
         return [o.token_ids for o in llm.generate(requests, params, use_tqdm=False)]
@@ -89,11 +90,12 @@ def test_a_steady_step_of_v2_waits_for_nothing(tmp_path: Path) -> None:
     fields = load_preset("tiny-qwen3") | {"max_position_embeddings": 1024}
     folder = make_toy_model(tmp_path, fields)
     settings: dict[str, Any] = {"skip_tokenizer_init": True, "runner": "v2"}
-    with LLM(folder, max_num_seqs=4, num_blocks=6, max_model_len=600, **settings) as llm:
-        for length in (250, 240, 230, 255, 100, 60):
-            params = SamplingParams(temperature=0.7, seed=1, max_tokens=40, ignore_eos=True)
+    with LLM(folder, max_num_seqs=4, num_blocks=5, max_model_len=600, **settings) as llm:
+        # four that outgrow their first block together, later than admission looks ahead
+        for length in (200, 198, 196, 194, 100, 60):
+            params = SamplingParams(temperature=0.7, seed=1, max_tokens=90, ignore_eos=True)
             llm.engine.add_request(list(range(3, 3 + length)), params)
-        for _ in range(3):
+        for _ in range(20):
             llm.engine.step()
         torch.cuda.set_sync_debug_mode("error")
         try:
@@ -106,7 +108,7 @@ def test_a_steady_step_of_v2_waits_for_nothing(tmp_path: Path) -> None:
             torch.cuda.set_sync_debug_mode("default")
         stats = llm.engine.stats
         assert stats.preemptions > 0
-        assert stats.num_ended >= 6
+        assert stats.num_ended >= 2
 
 
 def test_a_second_engine_gets_as_many_blocks_as_the_first(tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> E
             vocab_size=runner_config.model.vocab_size,
             seed=config.seed,
             close=ranks.close,
+            result=ranks.result,
             defer_interrupt=ranks.defer_interrupt,
         )
     except BaseException:

@@ -20,7 +20,7 @@ from nanorunner.request import RequestUpdate, check_prompt, make_request
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
 from nanorunner.scheduler_stats import SchedulerStats
-from nanorunner.workers.messages import Int32, StepHandle
+from nanorunner.workers.messages import Int32, StepHandle, StepOutput
 
 LAST_REQUEST_ID = 2**31 - 1  # ids cross the wire as int32, then start again at 0
 
@@ -29,7 +29,8 @@ class Engine:
     """Runs requests to their end.
 
     call(method, *args) runs a method on every rank and returns rank 0's value: a StepHandle for
-    "step". close() stops the ranks. seed is what requests without a seed draw theirs from.
+    "step". result(handle) waits for its output. close() stops the ranks. seed is what requests
+    without a seed draw theirs from.
     defer_interrupt is the one that `call` uses, so that a second Ctrl-C gets through both.
     """
 
@@ -41,11 +42,13 @@ class Engine:
         vocab_size: int,
         seed: int = 0,
         close: Callable[[], None] = lambda: None,
+        result: Callable[[StepHandle], StepOutput] = lambda handle: handle.result(),
         defer_interrupt: DeferInterrupt | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._call = call
         self._close = close
+        self._result = result
         self._defer_interrupt = defer_interrupt or DeferInterrupt()
         self._vocab_size = vocab_size
         self._random = Random(seed)
@@ -213,7 +216,7 @@ class Engine:
             self._in_flight.append(handle)
         updates = scheduler.take_failed()
         if self._in_flight:
-            updates += scheduler.update(self._in_flight.popleft().result())
+            updates += scheduler.update(self._result(self._in_flight.popleft()))
         elif not updates and scheduler.roster.requests:
             raise RuntimeError(
                 f"the scheduler is stuck: {scheduler.num_waiting} requests wait, "

@@ -26,7 +26,13 @@ from nanorunner.watch import EXIT_WAIT_S, PeerFailed, Watcher
 from nanorunner.workers import loop as rank_loop
 from nanorunner.workers import pipe as pipes
 from nanorunner.workers.channel import Channel
-from nanorunner.workers.messages import METHODS, METHODS_WITH_REPLY, RunnerConfig
+from nanorunner.workers.messages import (
+    METHODS,
+    METHODS_WITH_REPLY,
+    RunnerConfig,
+    StepHandle,
+    StepOutput,
+)
 from nanorunner.workers.pipe import Message
 
 RUNNER = "nanorunner.workers.runner_factory:make_runner"
@@ -134,6 +140,17 @@ class Ranks:
             frame = self._write(method, *args)
             value = rank_loop.call(self.runner, method, *args)
             return [value, *self._watcher.replies(frame)]
+
+    def result(self, handle: StepHandle) -> StepOutput:
+        """Wait for a step's output; RankDied when a rank fails meanwhile or the step is late.
+
+        Rank 0 polls its device, and the device may wait for a peer that has died: the watcher then
+        aborts the collective, so the poll ends and nobody reads what it left.
+        """
+        if self._channel is None:
+            return handle.result()
+        with self.guard("step", self.config.step_timeout_s):
+            return handle.result()
 
     def check(self) -> None:
         """Raise RankDied when a rank has failed; for use inside waits."""

@@ -83,7 +83,6 @@ def test_one_bad_prompt_refuses_the_call_before_anything_is_queued(
         ([greedy()], "1 given for 2 prompts"),
         ([greedy(), greedy(stop_token_ids=[259])], "259 is not in the vocabulary"),
         ([greedy(), greedy(stop_token_ids=[-1])], "-1 is not in the vocabulary"),
-        ([greedy(), greedy(top_k=True)], "top_k True: is bool, use int"),
         ("greedy", "is str, use a SamplingParams"),
     ],
 )

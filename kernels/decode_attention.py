@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
 from nanorunner.kernels.triton_support import jit, next_power_of_two, num_processors, tl
 
 LOG2_E = 1.4426950408889634
@@ -47,7 +48,7 @@ def plan_decode(
     # About 4 programs a processor keep the memory busy; more splits only add to the combine.
     wanted = max(4 * processors // programs, 1)
     num_splits = min(1 << (wanted.bit_length() - 1), 64 if programs <= 2 else 32)
-    rows, columns = _tile_shape(num_heads // num_kv_heads, head_dim)
+    rows, columns = tile_shape(num_heads // num_kv_heads, head_dim)
     if item_bytes == 4:
         # Full float32 products run without tensor cores: small tiles, or registers spill.
         return DecodePlan(num_splits, 16, 4, 2)
@@ -91,7 +92,7 @@ def decode_attention(
         partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
         log_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
     group = num_heads // num_kv_heads
-    rows, columns = _tile_shape(group, head_dim)
+    rows, columns = tile_shape(group, head_dim)
     _decode_kernel[(num_reqs, num_kv_heads, plan.num_splits)](
         q,
         k_cache,
@@ -117,28 +118,48 @@ def decode_attention(
         num_stages=plan.num_stages,
     )
     if is_split:
-        _combine_kernel[(num_reqs, num_heads)](
-            partial,
-            log_sum,
-            batch.seq_lens,
-            out,
-            NUM_HEADS=num_heads,
-            HEAD_DIM=head_dim,
-            COLUMNS=columns,
-            SPLITS=plan.num_splits,
-            TILE=plan.tile_tokens,
-            num_warps=min(max(plan.num_splits * columns // 1024, 1), 8),
-        )
+        combine_splits(partial, log_sum, batch.seq_lens, out, plan)
     return out
 
 
-def _tile_shape(group: int, head_dim: int) -> tuple[int, int]:
+def combine_splits(
+    partial: torch.Tensor,
+    log_sum: torch.Tensor,
+    seq_lens: torch.Tensor,
+    out: torch.Tensor,
+    plan: DecodePlan,
+    *,
+    use_pdl: bool = False,
+) -> None:
+    """Fill out [requests, num_heads, head_dim] from the splits' partial [.., splits, head_dim].
+
+    log_sum [requests, num_heads, splits]. use_pdl only after a kernel that kept the rule of
+    kernels/pdl.py.
+    """
+    num_reqs, num_heads, head_dim = out.shape
+    columns = next_power_of_two(head_dim)
+    _combine_kernel[(num_reqs, num_heads)](
+        partial,
+        log_sum,
+        seq_lens,
+        out,
+        NUM_HEADS=num_heads,
+        HEAD_DIM=head_dim,
+        COLUMNS=columns,
+        SPLITS=plan.num_splits,
+        TILE=plan.tile_tokens,
+        num_warps=min(max(plan.num_splits * columns // 1024, 1), 8),
+        **launch_options(use_pdl),
+    )
+
+
+def tile_shape(group: int, head_dim: int) -> tuple[int, int]:
     """Rows and columns of a query tile; 16 rows are the least of a matrix instruction."""
     return max(next_power_of_two(group), 16), next_power_of_two(head_dim)
 
 
 @jit()
-def _share_of_split(length: tl.tensor, num_splits: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
+def share_of_split(length: tl.tensor, num_splits: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
     """Tokens of each split but the last: an equal share, rounded up to whole tiles."""
     return tl.cdiv(tl.cdiv(length, num_splits), TILE) * TILE
 
@@ -171,7 +192,7 @@ def _decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(seq_lens + request)
-    share = _share_of_split(length, num_splits, TILE)
+    share = share_of_split(length, num_splits, TILE)
     begin = split * share
     end = tl.minimum(begin + share, length)
     if IS_SPLIT and begin >= length:
@@ -236,15 +257,19 @@ def _combine_kernel(
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One (request, query head): the splits' results, weighted by their softmax sums."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     request = tl.program_id(0).to(tl.int64)
     row = request * NUM_HEADS + tl.program_id(1)
     length = tl.load(seq_lens + request)
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, COLUMNS)
     # The splits that were left without tokens wrote nothing: their memory may hold NaN.
-    wrote = split * _share_of_split(length, SPLITS, TILE) < length
+    wrote = split * share_of_split(length, SPLITS, TILE) < length
     sums = tl.load(log_sum + row * SPLITS + split, mask=wrote, other=-1.0e30)
     weight = tl.where(wrote, tl.exp2(sums - tl.max(sums, axis=0)), 0.0)
     weight = weight / tl.maximum(tl.sum(weight, axis=0), 1.0e-30)

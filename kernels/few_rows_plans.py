@@ -1,0 +1,133 @@
+"""Which kernel and which tile serve a projection of few rows: a table, and a rule where it is mute.
+
+scripts/tune.py measures and writes configs/kernels/NAME.yaml, NAME being the GPU's ("NVIDIA H200":
+nvidia-h200.yaml). An entry is a projection's place in a layer, its weight's shape, its rows and the
+plan that won. A row count between two entries takes the larger one's plan.
+
+    - {op: norm, out: 4096, in: 1024, rows: 1, kind: rows, out_tile: 8, in_tile: 1024, ...}
+
+A GPU without a table, and a shape that its table lacks, get default_plan.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import yaml
+
+from nanorunner.kernels.triton_support import next_power_of_two, num_processors, shared_bytes
+
+MAX_ROWS = 16  # the rows of a matrix instruction's tile
+FOLDER = Path(__file__).parent.parent / "configs" / "kernels"
+
+# The places of a projection: after add + norm (qkv), so and before SiLU * up (gate_up), or alone.
+NORM, GATED, PLAIN = "norm", "gated", "plain"
+# The kernels: whole rows of the weight times a vector, matrix tiles, or the vendor's library.
+ROWS, DOT, CUBLAS = "rows", "dot", "cublas"
+
+Key = tuple[str, int, int, int]  # op, out, in, rows
+
+
+class FewRowsPlan(NamedTuple):
+    """How one projection is launched; of a cublas plan only is_fused counts, and it is False."""
+
+    kind: str
+    out_tile: int = 16  # rows of the weight a program, of either half when gated
+    in_tile: int = 256  # columns of the weight a load
+    num_splits: int = 1  # dot alone: programs that share the columns; they meet in a second launch
+    num_warps: int = 4
+    num_stages: int = 1  # loads in flight of a dot
+    is_fused: bool = True  # the norm inside; False: a kernel of its own before
+
+
+def plan_few_rows(op: str, rows: int, weight: torch.Tensor, folder: Path = FOLDER) -> FewRowsPlan:
+    """Return the plan for rows of x times weight [out, in]; op is NORM, GATED or PLAIN."""
+    num_out, num_in = weight.shape
+    device = weight.device
+    if device.type == "cuda" and weight.element_size() == 2:
+        table = load_table(folder / f"{gpu_name(device)}.yaml")
+        for tuned_rows in _tuned_rows(table):
+            plan = table.get((op, num_out, num_in, tuned_rows))
+            if tuned_rows >= rows and plan is not None:
+                return plan
+    return default_plan(
+        op, rows, num_out, num_in, weight.element_size(), num_processors(device),
+        shared_bytes(device),
+    )  # fmt: skip
+
+
+def default_plan(
+    op: str,
+    rows: int,
+    num_out: int,
+    num_in: int,
+    item_bytes: int,
+    processors: int,
+    shared_limit_bytes: int,
+) -> FewRowsPlan:
+    """Return the plan by rule: whole rows for one row, matrix tiles above."""
+    halves = 2 if op == GATED else 1
+    num_out //= halves
+    if rows == 1:
+        # One load a row up to 4096 columns: all of a program's weights are then on their way
+        # before it waits for its input.
+        in_tile = min(next_power_of_two(num_in), 4096)
+        out_tile = max(8192 * 2 // item_bytes // halves // in_tile, 1)
+        while out_tile > 1 and num_out // out_tile < 2 * processors:
+            out_tile //= 2
+        elements = out_tile * in_tile * halves
+        return FewRowsPlan(ROWS, out_tile, in_tile, 1, min(max(elements // 2048, 1), 8))
+    if item_bytes == 4:
+        # Full float32 products run without tensor cores: small tiles, or registers spill.
+        return FewRowsPlan(DOT, 16, min(max(next_power_of_two(num_in), 16), 32), 1, 4, 2)
+    # Two halves and a norm at once do not fit the registers of a wider tile.
+    in_tile = min(max(next_power_of_two(num_in), 16), 64 if op == GATED else 256)
+    out_tile = 32 if num_out >= 64 * processors and op != GATED else 16
+    num_splits = 1
+    if op == PLAIN and num_in >= 4096:
+        while num_out // out_tile * num_splits < processors and num_splits < 8:
+            num_splits *= 2
+    num_stages = 4
+    # x, residual, gain and the weight's tiles, each num_stages times
+    tile_bytes = (2 * MAX_ROWS + 1 + halves * out_tile) * in_tile * item_bytes
+    while num_stages > 2 and num_stages * tile_bytes > shared_limit_bytes - 8192:
+        num_stages -= 1
+    return FewRowsPlan(DOT, out_tile, in_tile, num_splits, 4, num_stages, is_fused=rows <= 8)
+
+
+def gpu_name(device: torch.device) -> str:
+    """Return a GPU's name as its table's file is called: nvidia-h200."""
+    return torch.cuda.get_device_name(device).lower().replace(" ", "-").replace("/", "-")
+
+
+@functools.cache
+def load_table(path: Path) -> dict[Key, FewRowsPlan]:
+    """Return the plans in a table, none when there is no such file; ValueError on a bad entry."""
+    if not path.is_file():
+        return {}
+    table: dict[Key, FewRowsPlan] = {}
+    for entry in yaml.safe_load(path.read_text(encoding="utf-8")) or []:
+        fields = dict(entry)
+        try:
+            key = (fields.pop("op"), fields.pop("out"), fields.pop("in"), fields.pop("rows"))
+            fields.pop("us", None)  # what it measured: for people
+            table[key] = FewRowsPlan(**fields)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path}: {entry}: {error}; scripts/tune.py writes it anew") from error
+    return table
+
+
+def table_entry(key: Key, plan: FewRowsPlan, us: float) -> str:
+    """Return one line of a table, which load_table reads back."""
+    names = ("op", "out", "in", "rows")
+    fields = dict(zip(names, key, strict=True)) | plan._asdict() | {"us": round(us, 2)}
+    texts = (f"{name}: {str(value).lower()}" for name, value in fields.items())
+    return "- {" + ", ".join(texts) + "}"
+
+
+def _tuned_rows(table: dict[Key, FewRowsPlan]) -> list[int]:
+    """Return the row counts that a table has, ascending."""
+    return sorted({rows for _, _, _, rows in table})

@@ -1,0 +1,192 @@
+"""A decode's attention with the step before it folded in: q/k norm, rotation, KV write, attention.
+
+The result is that of kernels/rope_kv_write.py followed by kernels/decode_attention.py, which say
+what is computed; here it is one launch less, and the new token's K and V never wait for the cache.
+
+    program (request, kv head, split)
+        norm and rotate the group's query heads               in registers, qkv stays as it was
+        the split that holds the last position, it alone:     norm and rotate k, write k and v to
+                                                              the slot, attend to them at once
+        attend to the cached tokens of its share
+
+Of the cache a program reads only what earlier steps wrote, so no program waits for another. Splits
+meet in decode_attention's combine kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from nanorunner.kernels.attention import paged_attention_reference
+from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.decode_attention import (
+    LOG2_E,
+    DecodePlan,
+    combine_splits,
+    plan_decode,
+    tile_shape,
+)
+from nanorunner.kernels.fused_decode_kernel import fused_decode_kernel
+from nanorunner.kernels.pdl import can_overlap, launch_options
+from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write_reference
+from nanorunner.kernels.triton_support import num_processors
+
+MAX_REQS = 64  # above, the two launches were never measured to be slower
+
+
+def fused_decode(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    plan: DecodePlan | None = None,
+    reads_early: bool = True,
+) -> torch.Tensor:
+    """Return attention's output [requests, num_heads, head_dim], one token a request.
+
+    qkv [requests, (num_heads + 2 * num_kv_heads) * head_dim] (the CPU's form overwrites its q and
+    k), positions [requests] int64, cos_sin [max_len, head_dim] float32. The token's K and V go to
+    batch.slot_mapping, which must be the slot of position seq_len - 1, or -1 to write nothing. A
+    request of length 0 (padding) writes nothing and gets zeros; its position is not read.
+
+    With reads_early the kernel reads batch, positions and the cached KV before it waits for the
+    kernel before it. That kernel must be no PDL launch, or one that waits before it lets go of the
+    next (add_norm_linear): then all before it have ended, and it writes none of these itself.
+    """
+    if not qkv.is_cuda:
+        return fused_decode_reference(
+            qkv, positions, cos_sin, k_cache, v_cache, batch, num_heads, num_kv_heads, head_dim,
+            q_norm, k_norm, eps, scale,
+        )  # fmt: skip
+    return fused_decode_triton(
+        qkv, positions, cos_sin, k_cache, v_cache, batch, num_heads, num_kv_heads, head_dim,
+        q_norm, k_norm, eps, scale, plan, reads_early,
+    )  # fmt: skip
+
+
+def plan_fused(
+    num_reqs: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    item_bytes: int,
+    processors: int,
+) -> DecodePlan:
+    """Return decode_attention's plan, with enough threads to hold a tile of K and V each."""
+    plan = plan_decode(num_reqs, num_heads, num_kv_heads, head_dim, item_bytes, processors)
+    if plan.num_splits == 1:
+        return plan
+    _, columns = tile_shape(num_heads // num_kv_heads, head_dim)
+    warps = (
+        plan.tile_tokens * columns * item_bytes // 4096
+    )  # 32 registers a thread for each of K, V
+    return plan._replace(num_warps=max(plan.num_warps, warps), num_stages=2)
+
+
+def fused_decode_reference(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    scale: float,
+) -> torch.Tensor:
+    """fused_decode in plain PyTorch, on any device; overwrites q and k in qkv."""
+    qk_norm_rope_kv_write_reference(
+        qkv, positions, cos_sin, batch.slot_mapping, k_cache, v_cache,
+        num_heads, num_kv_heads, head_dim, q_norm, k_norm, eps,
+    )  # fmt: skip
+    q = qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
+    return paged_attention_reference(q, k_cache, v_cache, batch, scale)
+
+
+def fused_decode_triton(
+    qkv: torch.Tensor,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    eps: float,
+    scale: float,
+    plan: DecodePlan | None = None,
+    reads_early: bool = True,
+) -> torch.Tensor:
+    """fused_decode as one Triton launch, two when the plan splits; qkv stays as it was."""
+    num_reqs, block_tokens = qkv.shape[0], k_cache.shape[1]
+    assert qkv.stride(1) == 1, "qkv rows must lie side by side"
+    assert k_cache.is_contiguous(), "the K cache must be contiguous"
+    assert v_cache.is_contiguous(), "the V cache must be contiguous"
+    out = torch.empty((num_reqs, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    if num_reqs == 0:
+        return out
+    plan = plan or plan_fused(
+        num_reqs, num_heads, num_kv_heads, head_dim, qkv.element_size(), num_processors(qkv.device)
+    )
+    # Without splits a device is full of programs, which hide each other's waits better.
+    reads_early = reads_early and plan.num_splits > 1
+    partial = log_sum = out  # never touched when one program does a whole request
+    if plan.num_splits > 1:
+        shape = (num_reqs, num_heads, plan.num_splits)
+        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=qkv.device)
+        log_sum = torch.empty(shape, dtype=torch.float32, device=qkv.device)
+    rows, columns = tile_shape(num_heads // num_kv_heads, head_dim)
+    has_norm = q_norm is not None
+    use_pdl = can_overlap(qkv.device)
+    fused_decode_kernel[(num_reqs, num_kv_heads, plan.num_splits)](
+        qkv,
+        positions,
+        cos_sin,
+        batch.slot_mapping,
+        q_norm if has_norm else cos_sin,  # never read without a norm; a kernel needs some pointer
+        k_norm if has_norm else cos_sin,
+        k_cache,
+        v_cache,
+        batch.block_tables,
+        batch.seq_lens,
+        out,
+        partial,
+        log_sum,
+        scale * LOG2_E,
+        eps,
+        qkv.stride(0),
+        batch.block_tables.stride(0),
+        plan.num_splits,
+        GROUP=num_heads // num_kv_heads,
+        ROWS=rows,
+        NUM_KV_HEADS=num_kv_heads,
+        HEAD_DIM=head_dim,
+        COLUMNS=columns,
+        BLOCK_TOKENS=block_tokens,
+        TILE=plan.tile_tokens,
+        IS_SPLIT=plan.num_splits > 1,
+        HAS_NORM=has_norm,
+        READ_EARLY=reads_early,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+        **launch_options(use_pdl),
+    )
+    if plan.num_splits > 1:
+        combine_splits(partial, log_sum, batch.seq_lens, out, plan, use_pdl=use_pdl)
+    return out

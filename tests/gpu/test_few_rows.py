@@ -1,0 +1,152 @@
+"""Projections of few rows on a GPU: real shapes and plans, and launches that overlap."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fused_decode_cases import fused_case
+from kernel_cases import normal
+
+from nanorunner.kernels.few_rows import (
+    add_norm_gate_up_silu,
+    add_norm_gate_up_silu_reference,
+    add_norm_linear,
+    add_norm_linear_reference,
+    linear_few,
+    serves,
+)
+from nanorunner.kernels.few_rows_plans import CUBLAS, DOT, ROWS, FewRowsPlan
+from nanorunner.kernels.fused_decode import fused_decode
+from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
+from nanorunner.kernels.triton_support import jit, tl
+
+EPS = 1e-6
+TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 8e-3}
+PLANS = {
+    "by rule or table": None,
+    "whole rows": FewRowsPlan(ROWS, 4, 4096, 1, 8),
+    "rows in chunks": FewRowsPlan(ROWS, 8, 1024, 1, 8),
+    "dot": FewRowsPlan(DOT, 16, 64, 1, 4, 3),
+    "dot, norm apart": FewRowsPlan(DOT, 32, 64, 1, 4, 3, is_fused=False),
+    "dot in 4 shares": FewRowsPlan(DOT, 16, 64, 4, 4, 3),
+    "library": FewRowsPlan(CUBLAS, is_fused=False),
+}
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+@pytest.mark.parametrize(("out", "num_in"), [(2048, 1024), (1001, 1030)])
+def test_every_plan_equals_pytorch(
+    out: int, num_in: int, plan: FewRowsPlan | None, dtype: torch.dtype
+) -> None:
+    weight = (normal(2 * out, num_in) * num_in**-0.5).to(dtype)
+    gain, bias = normal(num_in, dtype=dtype), normal(2 * out, dtype=dtype)
+    limits: dict[str, Any] = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
+    for rows in (1, 3) if plan is not None and plan.kind == ROWS else (1, 7, 16):
+        assert serves(rows, weight)
+        x, residual = normal(rows, num_in, dtype=dtype), normal(rows, num_in + 1, dtype=dtype)
+        arguments = (x, residual[:, :num_in], gain, EPS, weight, bias)
+        actual = add_norm_linear(*arguments, plan)
+        expected = add_norm_linear_reference(*arguments)
+        torch.testing.assert_close(actual[0], expected[0], **limits)
+        assert torch.equal(actual[1], expected[1])
+        actual = add_norm_gate_up_silu(*arguments, plan)
+        expected = add_norm_gate_up_silu_reference(*arguments)
+        torch.testing.assert_close(actual[0], expected[0], **limits)
+        assert torch.equal(actual[1], expected[1])
+        plain = torch.nn.functional.linear(x, weight, bias)
+        torch.testing.assert_close(linear_few(x, weight, bias, plan), plain, **limits)
+
+
+@jit()
+def _slow_copy(
+    source: tl.tensor,
+    target: tl.tensor,
+    turns: tl.tensor,
+    TILE: tl.constexpr,
+    USE_PDL: tl.constexpr,
+) -> None:
+    """Copy a tile after some microseconds, having let the next kernel start at once."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
+    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    value = tl.load(source + place).to(tl.float32)
+    waste = value
+    for _ in range(turns):
+        waste = tl.sin(waste)
+    # Never true, and the compiler cannot know.
+    tl.store(target + place, tl.where(waste > 2.0, waste, value))
+
+
+def slow_copy(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Fill target with source, late."""
+    options = launch_options(can_overlap(source.device))
+    _slow_copy[(source.numel() // 512,)](source, target, 2000, TILE=512, num_warps=1, **options)
+    return target
+
+
+class Chain:
+    """Two layers whose kernels all overlap, with a slow producer before each of them."""
+
+    def __init__(self, rows: int) -> None:
+        self.cases = [
+            fused_case([513 + 100 * i for i in range(rows)], (16, 8, 128), torch.bfloat16)
+            for _ in range(2)
+        ]
+        shapes = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
+        self.weights = [
+            [(normal(*shape) * shape[1] ** -0.5).bfloat16().roll(i, 0) for shape in shapes]
+            for i in range(2)
+        ]
+        self.gain = normal(1024, dtype=torch.bfloat16)
+        self.x, self.late = (torch.zeros(rows, 1024).cuda().bfloat16() for _ in range(2))
+        self.late_qkv = torch.zeros(rows, 4096).cuda().bfloat16()
+
+    def run(self, source: torch.Tensor, *, in_turn: bool = False) -> torch.Tensor:
+        """Return the chain's output for a source; in_turn lets each kernel end first."""
+
+        def done() -> None:
+            if in_turn:
+                torch.cuda.synchronize()
+
+        x, residual = slow_copy(source, self.x), source
+        for (qkv, o, gate_up, down), case in zip(self.weights, self.cases, strict=True):
+            done()
+            h, residual = add_norm_linear(x, residual, self.gain, EPS, qkv)
+            done()
+            # It reads KV early, so the qkv projection comes right before.
+            attended = fused_decode(**(case.arguments | {"qkv": h}))
+            done()
+            x = linear_few(attended.view(len(source), -1), o)
+            done()
+            x = slow_copy(x, self.late)
+            done()
+            h, residual = add_norm_gate_up_silu(x, residual, self.gain, EPS, gate_up)
+            done()
+            x = slow_copy(linear_few(h, down), self.x)
+        done()
+        return x.clone()
+
+
+@pytest.mark.limit(120)
+@pytest.mark.parametrize("rows", [1, 3, 16])
+def test_a_thousand_replays_of_overlapping_kernels_never_differ(rows: int) -> None:
+    chain = Chain(rows)
+    sources = [normal(rows, 1024 + i, dtype=torch.bfloat16)[:, :1024].contiguous() for i in (0, 1)]
+    expected = [chain.run(source, in_turn=True) for source in sources]
+    graphs, outputs = [], []
+    for source in sources:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            outputs.append(chain.run(source))
+        graphs.append(graph)
+    wrong = torch.zeros((), dtype=torch.int64, device="cuda")
+    for turn in range(1000):
+        graphs[turn % 2].replay()
+        wrong += (outputs[turn % 2] != expected[turn % 2]).any()
+    assert not expected[0].isnan().any()
+    assert not torch.equal(*expected)
+    assert int(wrong) == 0

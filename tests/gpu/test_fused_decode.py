@@ -1,0 +1,61 @@
+"""Fused decode attention on a GPU: every head shape, dtype and plan equals the two steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fused_decode_cases import assert_cache, fused_case
+
+from nanorunner.kernels.fused_decode import fused_decode, fused_decode_reference
+
+HEADS = {
+    "16/8x128": (16, 8, 128),
+    "32/8x128": (32, 8, 128),
+    "14/2x64": (14, 2, 64),
+    "9/3x64": (9, 3, 64),
+    "32/32x80": (32, 32, 80),
+    "12/12x96": (12, 12, 96),
+    "16/4x256": (16, 4, 256),
+    "71/1x64": (71, 1, 64),
+}
+TOLERANCE = {torch.float32: 3e-5, torch.bfloat16: 4e-2, torch.float16: 5e-3}
+LENGTHS = [1, 2, 64, 65, 255, 256, 257, 513, 1900]
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        *((heads, torch.bfloat16) for heads in HEADS.values()),
+        *((HEADS["9/3x64"], dtype) for dtype in (torch.float32, torch.float16)),
+    ],
+    ids=str,
+)
+def test_ragged_decodes_equal_the_two_steps(
+    heads: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    for num_reqs in (1, 7, 64):
+        lengths = [LENGTHS[(3 * i + num_reqs) % 9] for i in range(num_reqs)]
+        case = fused_case(lengths, heads, dtype, padded_requests=2, has_norm=num_reqs != 7)
+        other = case.copy()
+        expected = fused_decode_reference(**other.arguments)
+        tolerance = TOLERANCE[dtype]
+        for reads_early in (False, True):
+            actual = fused_decode(**case.arguments, reads_early=reads_early)
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+            assert not actual[num_reqs:].any()
+            assert_cache(case, other, tolerance)
+
+
+def test_a_replayed_graph_follows_lengths_that_grow() -> None:
+    case = fused_case([300, 40, 1000], (16, 8, 128), torch.bfloat16)
+    fused_decode(**case.arguments)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = fused_decode(**case.arguments)
+    for _ in range(5):
+        graph.replay()
+        expected = fused_decode_reference(**case.copy().arguments)
+        torch.testing.assert_close(out, expected, rtol=4e-2, atol=4e-2)
+        case.batch.seq_lens.add_(1)
+        case.positions.add_(1)
+        case.batch.slot_mapping.add_(1)

@@ -14,6 +14,10 @@ from __future__ import annotations
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.attention_batch_invariant import (
+    BATCH_INVARIANT,
+    batch_invariant_attention,
+)
 from nanorunner.kernels.decode_attention import decode_attention
 from nanorunner.kernels.flash_attention import flash_attention
 from nanorunner.kernels.prefill_attention import prefill_attention
@@ -44,6 +48,8 @@ def paged_attention(
         return function(q, k_cache, v_cache, batch, scale)
     if backend == "flash_attn":
         return flash_attention(q, k_cache, v_cache, batch, scale)
+    if backend == BATCH_INVARIANT:
+        return batch_invariant_attention(q, k_cache, v_cache, batch, scale)
     raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(BACKENDS)}")
 
 

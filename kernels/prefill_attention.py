@@ -71,11 +71,14 @@ def prefill_attention(
     batch: AttentionBatch,
     scale: float,
     plan: PrefillPlan | None = None,
+    *,
+    masks_all: bool = False,
 ) -> torch.Tensor:
     """Return the attention output [tokens, num_heads, head_dim]; see kernels/attention.py.
 
-    Tokens past query_start_loc[-1] (padding) get zeros. `plan` replaces plan_prefill's choice, for
-    measurements.
+    Tokens past query_start_loc[-1] (padding) get zeros. `plan` replaces plan_prefill's choice.
+    masks_all runs every KV tile through the same instructions: where the mask begins depends on a
+    query's neighbours in its tile, and code with a mask and without may round differently.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
@@ -114,6 +117,7 @@ def prefill_attention(
         COLUMNS=next_power_of_two(head_dim),
         BLOCK_TOKENS=block_tokens,
         TILE=plan.tile_tokens,
+        MASKS_ALL=masks_all,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
@@ -145,6 +149,7 @@ def _prefill_kernel(
     COLUMNS: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
+    MASKS_ALL: tl.constexpr,
 ) -> None:
     """One (query tile, kv head); see the module docstring for the rows of a tile."""
     # The last tiles of a causal prompt are the longest: start them first.
@@ -179,6 +184,8 @@ def _prefill_kernel(
     position = computed + token
     # Every query of the tile sees all keys below `plain`; only tiles from there on need a mask.
     plain = (computed + first + 1) // TILE * TILE
+    if MASKS_ALL:
+        plain = plain * 0
     end = computed + tl.minimum(first + TOKENS, query_len)
     table = block_tables + request.to(tl.int64) * table_stride
     head_offset = kv_head * HEAD_DIM

@@ -67,10 +67,10 @@ def gumbel_argmax_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute gumbel_argmax with numpy, on the CPU."""
     scores: Float32 = logits.float().numpy()
-    if np.isnan(scores.max(axis=-1)).any():
+    best, values = _best(scores)
+    if np.isnan(values).any():  # a NaN counts as the largest there
         scores = np.where(np.isnan(scores), np.float32(-np.inf), scores)
-    best: Int64 = scores.argmax(axis=-1)  # the first of equals
-    values = np.take_along_axis(scores, best[:, None], axis=-1)[:, 0]
+        best, values = _best(scores)
     heat = temperature.numpy()
     rows = np.flatnonzero(heat >= GREEDY_BELOW)
     if len(rows):
@@ -79,6 +79,12 @@ def gumbel_argmax_reference(
             scaled, seed.numpy()[rows, None], position.numpy()[rows, None], vocab_offset
         )
     return torch.from_numpy(values), torch.from_numpy(best + vocab_offset)
+
+
+def _best(scores: Float32) -> tuple[Int64, Float32]:
+    """Return each row's first largest score: its column, and its value; scores [n, V]."""
+    best: Int64 = scores.argmax(axis=-1)
+    return best, np.take_along_axis(scores, best[:, None], axis=-1)[:, 0]
 
 
 def _best_with_noise(

@@ -111,7 +111,7 @@ def top_k_top_p_cut_triton(
     return cut
 
 
-@jit()
+@jit(counts=("num_ids",))
 def _find_cut(
     logits: tl.tensor,
     temperature: tl.tensor,

@@ -35,6 +35,10 @@ def admit(roster: Roster, plan: StepPlan, max_num_seqs: int, stats: SchedulerSta
     for request in list(islice(roster.waiting.values(), max_num_seqs)):
         if room == 0 or plan.budget == 0:
             break
+        if not roster.pools.has_room(request):
+            # Those behind it may need nothing of the pools; it is first when some is given back.
+            stats.waits_for_pool += 1
+            continue
         hits, next_digest = roster.match(request)
         if next_digest is not None and next_digest in plan.writing:
             # The next step can hit that block: equal prompts prefill their prefix once.
@@ -80,6 +84,7 @@ def _start(roster: Roster, plan: StepPlan, request: Request, hits: list[int]) ->
             num_computed=len(hits) * roster.block_size,
             block_ids=np.array(request.blocks, dtype=np.int32).tobytes(),
             sampling=request.sampling,
+            pooling=request.pooling,
         )
     )
     add_chunk(roster, plan, row)

@@ -53,6 +53,7 @@ def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> E
             close=ranks.close,
             result=ranks.result,
             defer_interrupt=ranks.defer_interrupt,
+            runner=runner_config.runner,
         )
     except BaseException:
         ranks.close()

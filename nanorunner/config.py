@@ -52,6 +52,7 @@ class Config:
     load_format: str = "auto"  # auto | safetensors | dummy
     attention_backend: str = "auto"  # auto | torch | triton | flash_attn
     enforce_eager: bool = False
+    batch_invariant: bool = False  # slower; a request's ids never depend on its neighbours
     skip_tokenizer_init: bool = False  # token ids in, token ids out
     max_num_seqs: int = 256
     max_num_reqs: int | None = None  # rows of v2's state table; None: 1024 or 2 x max_num_seqs

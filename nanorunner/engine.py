@@ -1,6 +1,6 @@
 """The engine: requests in, updates out, with up to `depth` steps in flight.
 
-    add_request -> scheduler.add
+    add_request(s), add_embedding -> Intake -> scheduler.add
     step        -> scheduler.schedule -> call("step", wire) -> StepHandle   (until `depth` fly)
                    oldest StepHandle.result() -> scheduler.update -> [RequestUpdate]
 
@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from random import Random
 from typing import Any
 
+from nanorunner.intake import Intake
 from nanorunner.interrupt import DeferInterrupt
-from nanorunner.request import RequestUpdate, check_prompt, make_request
+from nanorunner.request import Request, RequestUpdate
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
 from nanorunner.scheduler_stats import SchedulerStats
-from nanorunner.workers.messages import Int32, StepHandle, StepOutput
-
-LAST_REQUEST_ID = 2**31 - 1  # ids cross the wire as int32, then start again at 0
+from nanorunner.workers.messages import StepHandle, StepOutput
 
 
 class Engine:
@@ -31,7 +29,8 @@ class Engine:
     call(method, *args) runs a method on every rank and returns rank 0's value: a StepHandle for
     "step". result(handle) waits for its output. close() stops the ranks. seed is what requests
     without a seed draw theirs from.
-    defer_interrupt is the one that `call` uses, so that a second Ctrl-C gets through both.
+    defer_interrupt is the one that `call` uses, so that a second Ctrl-C gets through both. runner:
+    which one the ranks have, so that what it lacks is refused.
     """
 
     def __init__(
@@ -44,15 +43,14 @@ class Engine:
         close: Callable[[], None] = lambda: None,
         result: Callable[[StepHandle], StepOutput] = lambda handle: handle.result(),
         defer_interrupt: DeferInterrupt | None = None,
+        runner: str = "v2",
     ) -> None:
         self.scheduler = scheduler
         self._call = call
         self._close = close
         self._result = result
         self._defer_interrupt = defer_interrupt or DeferInterrupt()
-        self._vocab_size = vocab_size
-        self._random = Random(seed)
-        self._next_id = 0
+        self._intake = Intake(scheduler, vocab_size, seed, runner)
         self._in_flight: deque[StepHandle] = deque()
         self._stream_updates: dict[int, deque[RequestUpdate]] = {}  # of open streams, by request
         self._other_updates: list[RequestUpdate] = []  # came while a stream was stepping
@@ -66,33 +64,38 @@ class Engine:
 
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise the ValueError that add_request would raise, and queue nothing."""
-        self._checked_prompt(prompt_ids, params)
+        self._intake.check(prompt_ids, params)
 
     def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Queue a request and return its id; ValueError, with nothing queued, if it cannot run."""
-        self._check_usable()
-        prompt = self._checked_prompt(prompt_ids, params)
-        request_id = self._next_id
-        while self.scheduler.has_request(request_id):
-            request_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
-        self._next_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
-        # Drawn for every request, so that one with its own seed does not shift the others'.
-        default_seed = self._random.getrandbits(64)
-        self.scheduler.add(
-            make_request(request_id, prompt, params, default_seed, self.scheduler.max_model_len)
-        )
-        return request_id
+        if params.n > 1:
+            raise ValueError(f"n {params.n}: here it must be 1; add_requests() takes more")
+        return self.add_requests(prompt_ids, params)[0]
 
-    def _checked_prompt(self, prompt_ids: Sequence[int], params: SamplingParams) -> Int32:
-        prompt = check_prompt(prompt_ids, self._vocab_size)
-        self.scheduler.check_prompt_fits(len(prompt))
-        for token_id in params.stop_token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise ValueError(
-                    f"stop_token_ids: {token_id} is not in the vocabulary; "
-                    f"use 0 to {self._vocab_size - 1}"
-                )
-        return prompt
+    def add_requests(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+        """Queue params.n requests for one prompt and return their ids; errors as in add_request.
+
+        They share the prompt's full KV blocks by the prefix cache. The first alone brings the
+        prompt's log-probabilities.
+        """
+        self._check_usable()
+        return [self._add(request) for request in self._intake.requests(prompt_ids, params)]
+
+    def check_embedding(self, prompt_ids: Sequence[int], pooling: str) -> None:
+        """Raise the ValueError that add_embedding would raise, and queue nothing."""
+        self._intake.check_embedding(prompt_ids, pooling)
+
+    def add_embedding(self, prompt_ids: Sequence[int], pooling: str) -> int:
+        """Queue an embedding of a prompt by the last hidden state or by the "mean" of all.
+
+        Return its id. Its only update has the embedding in `extras`. Errors as in add_request.
+        """
+        self._check_usable()
+        return self._add(self._intake.embedding(prompt_ids, pooling))
+
+    def _add(self, request: Request) -> int:
+        self.scheduler.add(request)
+        return request.request_id
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything left to run, to read or to report."""

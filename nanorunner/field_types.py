@@ -17,6 +17,9 @@ _ACCEPTS: dict[str, tuple[type, ...]] = {
     "float | None": (float, int, type(None)),
 }
 _ITEMS: dict[str, type] = {"tuple[str, ...]": str, "tuple[int, ...]": int}
+_BIASES = "dict[int, float]"
+_WORDS = "tuple[str | tuple[int, ...], ...]"
+_NAMES = {_BIASES: "a dict of id: number", _WORDS: "a list of strings or of lists of ids"}
 
 
 def check_types(settings: Any) -> None:
@@ -28,13 +31,22 @@ def check_types(settings: Any) -> None:
 def check_type(name: str, value: Any, wanted: str) -> None:
     """Raise ValueError when a value is not of the type that an annotation names."""
     if not _fits(value, wanted):
-        kind = wanted.split(" |")[0]
+        kind = _NAMES.get(wanted) or wanted.split(" |")[0]
         raise ValueError(f"{name} {value!r}: is {type(value).__name__}, use {kind}")
 
 
 def _fits(value: Any, wanted: str) -> bool:
-    if wanted in _ITEMS:
-        item = _ITEMS[wanted]
+    if wanted == _WORDS:
+        words = [word for word in value if type(word) is not str] if type(value) is tuple else [0]
+        return all(_fits(word, "tuple[int, ...]") for word in words)
+    if wanted == _BIASES:
+        is_dict = isinstance(value, dict)
+        return is_dict and all(type(k) is int and _fits(v, "float") for k, v in value.items())
+    optional = wanted.removesuffix(" | None")
+    if optional in _ITEMS:
+        if value is None:
+            return optional != wanted
+        item = _ITEMS[optional]
         return isinstance(value, tuple) and all(type(entry) is item for entry in value)
     # bool is an int to Python, but tp=True is a slip
     if isinstance(value, bool) and wanted != "bool":

@@ -23,6 +23,7 @@ ENGINE_HELP = {
     "load_format": "dummy: random weights, nothing downloaded",
     "attention_backend": "who computes attention",
     "enforce_eager": "capture no CUDA graphs",
+    "batch_invariant": "slower kernels, whose results never depend on what else is in the batch",
     "skip_tokenizer_init": "token ids in, token ids out",
     "max_num_seqs": "most requests in one step (default 256)",
     "max_num_reqs": "rows of runner v2's state table (default 1024, or 2 x max_num_seqs)",
@@ -44,6 +45,13 @@ SAMPLING_HELP = {
     "temperature": "0 is greedy (default 0)",
     "top_k": "keep the k likeliest ids; 0 is off (default)",
     "top_p": "keep the likeliest ids up to this probability; 1 is off (default)",
+    "min_p": "drop ids less likely than this share of the likeliest; 0 is off (default)",
+    "repetition_penalty": "above 1: against ids of prompt and output; 1 is off (default)",
+    "presence_penalty": "taken once from the logit of an id in the output (-2 to 2; default 0)",
+    "frequency_penalty": "taken as often as the output has the id (-2 to 2; default 0)",
+    "n": "completions of each prompt (default 1)",
+    "logprobs": "with each id, log-probabilities of it and of the N likeliest; needs JSON output",
+    "prompt_logprobs": "the same of the prompt's ids",
     "ignore_eos": "go on after the model's end of text",
 }
 DEFAULT_MAX_TOKENS = 256
@@ -110,6 +118,22 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
         metavar="ID",
         help="end after this id; repeat for several",
     )
+    group.add_argument(
+        "--bad-word", action="append", metavar="TEXT", help="never write this; repeat for several"
+    )
+    group.add_argument(
+        "--allowed-token-ids",
+        type=parse_ids,
+        metavar="1,2,3",
+        help="sample no other id",
+    )
+    group.add_argument(
+        "--logit-bias",
+        action="append",
+        type=parse_bias,
+        metavar="ID=X",
+        help="add X (-100 to 100) to the id's logit; repeat for several",
+    )
 
 
 def engine_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -125,6 +149,9 @@ def sampling_params(arguments: argparse.Namespace) -> SamplingParams:
         **{"temperature": 0.0, "max_tokens": DEFAULT_MAX_TOKENS, **given},
         stop=tuple(arguments.stop or ()),
         stop_token_ids=tuple(arguments.stop_token_id or ()),
+        bad_words=tuple(arguments.bad_word or ()),
+        allowed_token_ids=arguments.allowed_token_ids,
+        logit_bias=dict(arguments.logit_bias or ()),
     )
 
 
@@ -150,6 +177,15 @@ def _count(text: str) -> int:
         return parse_count(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def parse_bias(text: str) -> tuple[int, float]:
+    """Return the id and the bias of "17=-100"; argparse's error otherwise."""
+    try:
+        token_id, bias = text.split("=")
+        return int(token_id), float(bias)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no bias; write ID=X, as 17=-100") from None
 
 
 def parse_ids(text: str) -> list[int]:

@@ -2,7 +2,10 @@
 
     in   {"prompt": "Hello", "max_tokens": 8}    {"messages": [...]}    {"prompt_token_ids": [...]}
          or a line of plain text
+         and any key of SamplingParams
     out  {"index": 0, "text": "...", "token_ids": [...], "finish_reason": "stop", ...}
+         with n: the first completion so, and all of them in "outputs"
+         with logprobs: "logprobs": [{"17": {"logprob": -0.5, "rank": 1, ...}, ...}, ...]
          {"index": 1, "error": "what is wrong and what to do"}
 
 A line that cannot be served becomes a row with an error; the others go on.
@@ -12,15 +15,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from nanorunner.did_you_mean import did_you_mean
 from nanorunner.field_types import check_type, check_types
-from nanorunner.outputs import RequestOutput
+from nanorunner.logprobs import Logprob
+from nanorunner.outputs import CompletionOutput, RequestOutput
 from nanorunner.sampling_params import SamplingParams
 
 PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
+LEAST_LOGPROB = -9999.0  # what JSON gets for minus infinity, which it cannot write
 SAMPLING_KEYS = {field.name: str(field.type) for field in fields(SamplingParams)}
 
 
@@ -48,14 +53,35 @@ def read_rows(lines: Iterable[bytes], defaults: SamplingParams) -> list[Row]:
 
 def result_row(row: Row, output: RequestOutput) -> str:
     """Return the JSON line of a finished request."""
-    completion = output.outputs[0]
-    return _dump(
-        row,
-        text=completion.text,
-        token_ids=completion.token_ids,
-        finish_reason=completion.finish_reason,
-        num_prompt_tokens=len(output.prompt_token_ids),
-    )
+    values = _completion(output.outputs[0])
+    values["num_prompt_tokens"] = len(output.prompt_token_ids)
+    if output.prompt_logprobs is not None:
+        values["prompt_logprobs"] = [_logprobs(place) for place in output.prompt_logprobs]
+    if len(output.outputs) > 1:
+        values["outputs"] = [
+            {"index": completion.index, **_completion(completion)} for completion in output.outputs
+        ]
+    return _dump(row, **values)
+
+
+def _completion(completion: CompletionOutput) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "text": completion.text,
+        "token_ids": completion.token_ids,
+        "finish_reason": completion.finish_reason,
+    }
+    if completion.logprobs is not None:
+        values["logprobs"] = [_logprobs(place) for place in completion.logprobs]
+    return values
+
+
+def _logprobs(place: dict[int, Logprob] | None) -> dict[int, dict[str, Any]] | None:
+    if place is None:
+        return None
+    return {
+        token_id: {**asdict(found), "logprob": max(found.logprob, LEAST_LOGPROB)}
+        for token_id, found in place.items()
+    }
 
 
 def error_row(row: Row, error: str) -> str:
@@ -109,7 +135,7 @@ def _row(index: int, entry: dict[str, Any], defaults: SamplingParams) -> Row:
         raise ValueError(f"prompt: is {type(entry[kind]).__name__}, use a string")
     settings = {key: entry[key] for key in SAMPLING_KEYS if key in entry}
     for key, value in settings.items():  # before SamplingParams compares them with numbers
-        if not SAMPLING_KEYS[key].startswith("tuple"):
+        if not SAMPLING_KEYS[key].startswith(("tuple", "dict")):
             check_type(key, value, SAMPLING_KEYS[key])
     params = replace(defaults, **settings)
     check_types(params)

@@ -1,4 +1,4 @@
-"""The library's front door: LLM.generate and LLM.chat, in the names that vLLM's users know.
+"""The library's front door: LLM.generate, chat and embed, in the names that vLLM's users know.
 
     prompts -> token ids -> Engine.add_request ... Engine.step -> Answer -> RequestOutput
 
@@ -17,12 +17,13 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanorunner.answer import Answer
+from nanorunner.answer import Answer, Completion
+from nanorunner.bad_words import with_bad_word_ids
 from nanorunner.build import build_engine
 from nanorunner.config import Config, make_config
 from nanorunner.field_types import check_types
-from nanorunner.outputs import RequestOutput
-from nanorunner.prompts import Prompt, read_messages, read_params, read_prompts
+from nanorunner.outputs import EmbeddingRequestOutput, RequestOutput
+from nanorunner.prompts import Prompt, named_in_errors, read_messages, read_params, read_prompts
 from nanorunner.resolve import Resolved, resolve
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.tokenizer import Tokenizer, load_tokenizer
@@ -56,7 +57,7 @@ class LLM:
         self.tokenizer = _load_tokenizer(self.resolved)
         eos_ids = frozenset() if self.tokenizer is None else self.tokenizer.eos_ids
         self.engine = build_engine(self.resolved, eos_ids)
-        self._answers: dict[int, Answer] = {}  # every request that is queued, by id
+        self._completions: dict[int, Completion] = {}  # every request that is queued, by id
         # also at the interpreter's exit, for a program that never closes
         self._closer = weakref.finalize(self, self.engine.close)
 
@@ -95,6 +96,30 @@ class LLM:
         ]
         return self._complete(self._prepare(parts, sampling_params), use_tqdm)
 
+    def embed(
+        self,
+        prompts: str | Sequence[Any] | Mapping[str, Any],
+        *,
+        pooling: str = "last",
+        normalize: bool = False,
+        use_tqdm: bool = True,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return one embedding [hidden] float32 for each prompt, in the prompts' order.
+
+        pooling: "last", the last token's final hidden state, or "mean", the mean over the prompt's.
+        normalize: to length 1. Needs runner v2. Raises ValueError as generate() does.
+        """
+        self._check_open()
+        no_params = SamplingParams()
+        answers = []
+        for index, prompt in enumerate(parts := read_prompts(prompts)):
+            with named_in_errors(index, len(parts)):
+                ids = self._prompt_ids(prompt)
+                self.engine.check_embedding(ids, pooling)
+            answers.append(Answer(prompt.text, ids, no_params, self.tokenizer, pooling))
+        self._run_all(answers, use_tqdm, "Embedding")
+        return [answer.embedding(normalize) for answer in answers]
+
     def chat_ids(self, messages: Any, where: str = "") -> list[int]:
         """Return a conversation's token ids, ready for the model's answer."""
         conversation = read_messages(messages, where or "messages")
@@ -110,24 +135,26 @@ class LLM:
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Return a prompt as an Answer that can be queued; ValueError when it cannot be served."""
         check_types(params)
-        if self.tokenizer is None:
-            if prompt.token_ids is None:
-                raise ValueError(
-                    "a text prompt needs a tokenizer, and this engine has none; "
-                    'give {"prompt_token_ids": [...]}, or --prompt-ids'
-                )
-            if params.stop:
-                raise ValueError(
-                    f"stop {params.stop[0]!r}: stop strings need a tokenizer, and this engine has "
-                    f"none; use stop_token_ids"
-                )
-        ids = prompt.token_ids
-        if ids is None:
-            assert self.tokenizer is not None, "text without a tokenizer is refused above"
-            assert prompt.text is not None, "a prompt is text or ids"
-            ids = self.tokenizer.encode(prompt.text)
+        ids = self._prompt_ids(prompt)
+        if self.tokenizer is None and params.stop:
+            raise ValueError(
+                f"stop {params.stop[0]!r}: stop strings need a tokenizer, and this engine has "
+                f"none; use stop_token_ids"
+            )
+        params = with_bad_word_ids(params, self.tokenizer)
         self.engine.check_request(ids, params)
         return Answer(prompt.text, ids, params, self.tokenizer)
+
+    def _prompt_ids(self, prompt: Prompt) -> list[int]:
+        if prompt.token_ids is not None:
+            return prompt.token_ids
+        assert prompt.text is not None, "a prompt is text or ids"
+        if self.tokenizer is None:
+            raise ValueError(
+                "a text prompt needs a tokenizer, and this engine has none; "
+                'give {"prompt_token_ids": [...]}, or --prompt-ids'
+            )
+        return self.tokenizer.encode(prompt.text)
 
     def run(self, answers: Sequence[Answer]) -> Iterator[Answer]:
         """Queue the answers and yield each whenever it has news; finished ones for the last time.
@@ -137,8 +164,7 @@ class LLM:
         """
         try:
             for answer in answers:
-                answer.request_id = self.engine.add_request(answer.prompt_ids, answer.params)
-                self._answers[answer.request_id] = answer
+                self._queue(answer)
             running = list(answers)
             while running:
                 self._step()
@@ -155,6 +181,8 @@ class LLM:
         part, params = read_prompts(prompt), read_params(sampling_params, 1)
         if len(part) != 1:
             raise ValueError(f"stream: {len(part)} prompts given; it takes one")
+        if params[0].n != 1:
+            raise ValueError(f"n {params[0].n}: a stream is one completion; use n 1, or generate()")
         for answer in self.run([self.prepare(part[0], params[0])]):
             text = answer.take_text()
             if text:
@@ -175,54 +203,68 @@ class LLM:
     ) -> None:
         self.close()
 
-    def _prepare(self, prompts: list[Prompt], sampling_params: Any) -> list[Answer]:
+    def _check_open(self) -> None:
         if not self._closer.alive:
             raise RuntimeError("this LLM is closed; make a new one")
+
+    def _prepare(self, prompts: list[Prompt], sampling_params: Any) -> list[Answer]:
+        self._check_open()
         params = read_params(sampling_params, len(prompts))
         answers = []
         for index, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
-            try:
+            with named_in_errors(index, len(prompts)):
                 answers.append(self.prepare(prompt, its_params))
-            except ValueError as error:
-                where = f"prompts[{index}]: " if len(prompts) > 1 else ""
-                raise ValueError(f"{where}{error}") from None
         return answers
 
+    def _queue(self, answer: Answer) -> None:
+        if answer.pooling:
+            ids = [self.engine.add_embedding(answer.prompt_ids, answer.pooling)]
+        else:
+            ids = self.engine.add_requests(answer.prompt_ids, answer.params)
+        for completion, request_id in zip(answer.completions, ids, strict=True):
+            completion.request_id = request_id
+            self._completions[request_id] = completion
+
     def _complete(self, answers: list[Answer], use_tqdm: bool) -> list[RequestOutput]:
+        self._run_all(answers, use_tqdm, "Generating")
+        return [answer.output() for answer in answers]
+
+    def _run_all(self, answers: list[Answer], use_tqdm: bool, title: str) -> None:
+        """Run the answers to their end, with a bar on a terminal."""
         num_tokens = 0
         # disable=None: no bar where stderr is not a terminal
         disable = None if use_tqdm else True
-        with tqdm(total=len(answers), desc="Generating", unit="prompt", disable=disable) as bar:
+        with tqdm(total=len(answers), desc=title, unit="prompt", disable=disable) as bar:
             for answer in self.run(answers):
                 if answer.finish_reason is not None:
-                    num_tokens += len(answer.token_ids)
+                    num_tokens += answer.num_tokens
                     seconds = max(bar.format_dict["elapsed"], 1e-9)
                     bar.set_postfix_str(f"{num_tokens / seconds:.1f} tokens/s", refresh=False)
                     bar.update()
-        return [answer.output() for answer in answers]
 
     def _step(self) -> None:
-        """Run one step and hand each update to its answer, whoever waits for it."""
+        """Run one step and hand each update to its completion, whoever waits for it."""
         try:
             updates = self.engine.step()
         except KeyboardInterrupt:
             # the engine has aborted all requests, those of streams that wait for their turn too
-            for answer in self._answers.values():
-                answer.add([], "abort")
-            self._answers.clear()
+            for completion in self._completions.values():
+                completion.add([], "abort")
+            self._completions.clear()
             raise
-        for update in updates:
-            answer = self._answers[update.request_id]
-            num_kept = answer.add(update.new_ids, update.finish_reason)
-            if num_kept is not None and update.finish_reason is None:
-                self.engine.finish(update.request_id, num_kept, "stop")
-            if answer.finish_reason is not None:
-                del self._answers[update.request_id]
+        for request_id, new_ids, finish_reason, extras in updates:
+            completion = self._completions[request_id]
+            num_kept = completion.add(new_ids, finish_reason, extras)
+            if num_kept is not None and finish_reason is None:
+                self.engine.finish(request_id, num_kept, "stop")
+            if completion.finish_reason is not None:
+                del self._completions[request_id]
 
     def _abort(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
-            if self._answers.pop(answer.request_id, None) is not None:
-                self.engine.abort(answer.request_id)
+            for completion in answer.completions:
+                if self._completions.pop(completion.request_id, None) is not None:
+                    self.engine.abort(completion.request_id)
 
 
 def _load_tokenizer(resolved: Resolved) -> Tokenizer | None:

@@ -7,7 +7,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from nanorunner.sampling_params import SamplingParams
@@ -44,6 +45,16 @@ def read_prompt(prompt: Any, where: str = "") -> Prompt:
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
         return Prompt(None, _token_ids(prompt, where))
     raise ValueError(f"{where}is {type(prompt).__name__}, {FORMS}")
+
+
+@contextmanager
+def named_in_errors(index: int, num_prompts: int) -> Iterator[None]:
+    """Say in a ValueError of the block which of several prompts it is about."""
+    try:
+        yield
+    except ValueError as error:
+        where = f"prompts[{index}]: " if num_prompts > 1 else ""
+        raise ValueError(f"{where}{error}") from None
 
 
 def read_params(params: Any, num_prompts: int) -> list[SamplingParams]:

@@ -17,7 +17,7 @@ import numpy as np
 
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.workers.full_sampling import FullSampling
-from nanorunner.workers.messages import Int32
+from nanorunner.workers.messages import Int32, RequestExtras
 
 NO_ROW = -1
 
@@ -28,6 +28,7 @@ class RequestUpdate(NamedTuple):
     request_id: int
     new_ids: list[int]  # a stopping id is included; the text layer hides it
     finish_reason: str | None  # None goes on; "stop", "length", "abort" or "error: ..."
+    extras: RequestExtras | None = None  # log-probabilities, an embedding
 
 
 @dataclass(slots=True, eq=False)
@@ -42,19 +43,29 @@ class Request:
     ignore_eos: bool
     stop_token_ids: frozenset[int]
     sampling: FullSampling
+    pooling: str = ""  # "last" or "mean": it ends with its prompt, of which it is an embedding
     row: int = NO_ROW
     blocks: list[int] = field(default_factory=list)  # KV blocks of positions 0 and up
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, made once each
+
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """Whether every position must be computed, cached or not; asked while it waits.
+
+        One that comes back with output has had its prompt's log-probabilities.
+        """
+        is_new = len(self.token_ids) == self.prompt_len
+        return self.pooling == "mean" or (is_new and self.sampling.prompt_logprobs >= 0)
 
 
 def make_request(
     request_id: int,
     prompt_ids: Int32,
     params: SamplingParams,
-    default_seed: int,
+    sampling: FullSampling,
     max_model_len: int,
 ) -> Request:
-    """Return a waiting Request; `default_seed` is used where the user gave none."""
+    """Return a waiting Request; sampling is what params.for_sampler() made."""
     prompt_len = len(prompt_ids)
     return Request(
         request_id=request_id,
@@ -64,12 +75,22 @@ def make_request(
         min_len=prompt_len + params.min_tokens,
         ignore_eos=params.ignore_eos,
         stop_token_ids=frozenset(params.stop_token_ids),
-        sampling=FullSampling(
-            temperature=params.temperature,
-            top_k=max(params.top_k, 0),
-            top_p=params.top_p,
-            seed=_signed_64_bits(default_seed if params.seed is None else params.seed),
-        ),
+        sampling=sampling,
+    )
+
+
+def make_pooling_request(request_id: int, prompt_ids: Int32, pooling: str) -> Request:
+    """Return a waiting Request for an embedding of the prompt."""
+    return Request(
+        request_id=request_id,
+        token_ids=prompt_ids,
+        prompt_len=len(prompt_ids),
+        limit=len(prompt_ids),
+        min_len=0,
+        ignore_eos=True,
+        stop_token_ids=frozenset(),
+        sampling=FullSampling(),
+        pooling=pooling,
     )
 
 
@@ -91,8 +112,3 @@ def check_prompt(prompt_ids: object, vocab_size: int) -> Int32:
             f"use 0 to {vocab_size - 1}"
         )
     return ids.astype(np.int32)
-
-
-def _signed_64_bits(seed: int) -> int:
-    """Return the seed's low 64 bits as the signed number that fits an int64 tensor."""
-    return (seed + 2**63) % 2**64 - 2**63

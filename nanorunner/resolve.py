@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, replace
 
+from nanorunner.compatibility import note
 from nanorunner.config import Config, check
 from nanorunner.machine import Machine, probe
 from nanorunner.model_source import ModelSource, resolve_model
@@ -119,10 +120,17 @@ def _resolve_attention(
     flash_problem = _flash_attention_problem(config, model, machine)
     if backend == "auto" and config.device == "cpu":
         backend, reason = "torch", "the plain PyTorch form, the only one for a CPU"
+    elif backend == "auto" and config.batch_invariant:
+        backend, reason = "triton", "the only one that is batch-invariant"
     elif backend == "auto" and not flash_problem:
         backend, reason = "flash_attn", "the package is installed"
     elif backend == "auto":
         backend, reason = "triton", f"our own kernels; flash_attn: {flash_problem}"
+    if config.batch_invariant and config.device == "cuda" and backend != "triton":
+        raise ValueError(
+            f"attention_backend {backend}: only triton is batch-invariant on a GPU; use triton or "
+            f"auto, or leave batch_invariant out"
+        )
     if backend != "torch" and config.device == "cpu":
         raise ValueError(f"attention_backend {backend}: needs an NVIDIA GPU; use torch or auto")
     if backend == "triton" and not machine.has_triton:
@@ -247,6 +255,7 @@ def _runner_config(
         dtype=config.dtype,
         attention_backend=config.attention_backend,
         enforce_eager=config.enforce_eager,
+        batch_invariant=config.batch_invariant,
         max_num_seqs=config.max_num_seqs,
         max_num_reqs=config.max_num_reqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
@@ -273,6 +282,8 @@ def _model_notes(config: Config, source: ModelSource, model: ModelConfig) -> lis
         f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}; {weights}",
         f"tp {config.tp}, runner {config.runner}: {RUNNERS[config.runner]}; "
         f"{config.async_depth} step(s) in flight",
+        note(config.runner),
         f"CUDA graphs {graphs}",
+        *(["batch-invariant: fixed tiles, sums in rank order"] if config.batch_invariant else []),
         f"all-reduce {sums}",
     ]

@@ -19,6 +19,7 @@ from nanorunner.block_manager import BlockManager
 from nanorunner.prefix_cache import extend_digests
 from nanorunner.request import NO_ROW, Request
 from nanorunner.running_table import Rows, RunningTable
+from nanorunner.sampler_pools import SamplerPools
 
 NO_ROWS: Rows = np.empty(0, dtype=np.int64)
 
@@ -30,6 +31,7 @@ class Roster:
         self.table = table
         self.blocks = blocks
         self.block_size = table.block_size
+        self.pools = SamplerPools()
         self.has_prefix_cache = prefix_cache
         self.requests: dict[int, Request] = {}  # all but those that have ended
         self.waiting: OrderedDict[int, Request] = OrderedDict()
@@ -56,6 +58,8 @@ class Roster:
             return [], None
         length, size = len(request.token_ids), self.block_size
         extend_digests(request.digests, request.token_ids, length // size, size)
+        if request.reads_whole_prompt:
+            return [], None
         # At least one token must be computed: its logits are what the request samples from.
         most = (length - 1) // size
         hits = self.blocks.prefix_cache.match(request.digests, most)
@@ -68,6 +72,7 @@ class Roster:
         self.blocks.share(hits)
         request.blocks = hits + self.blocks.take(needed)
         del self.waiting[request.request_id]
+        self.pools.take(request)
         return self.table.occupy(request, len(hits) * self.block_size)
 
     def num_blocks_for(self, num_tokens: int) -> int:
@@ -111,7 +116,6 @@ class Roster:
         if row == NO_ROW:
             del self.waiting[request.request_id]
             return
-        self.removed.append(request.request_id)
         self.table.alive[row] = False
         if self.table.unread[row] == 0:
             self._release(row)
@@ -120,7 +124,6 @@ class Roster:
         """Send a running request to the head of the queue; it computes all again later."""
         request = self.table.request(row)
         request.token_ids = self.table.ids(row).copy()
-        self.removed.append(request.request_id)
         self._release(row)
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
@@ -143,6 +146,10 @@ class Roster:
 
     def _release(self, row: int) -> None:
         request = self.table.vacate(row)
+        # Only now: a rank gives the row of a request that it drops to the next one at once, and
+        # checks that no output comes for a row's former owner.
+        self.removed.append(request.request_id)
+        self.pools.give_back(request)
         self.blocks.release(request.blocks)
         request.blocks = []
 

@@ -11,6 +11,7 @@ import traceback
 from argparse import Namespace
 from typing import TYPE_CHECKING
 
+from nanorunner.compatibility import check_params
 from nanorunner.config import Config, make_config
 from nanorunner.errors import RankDied
 from nanorunner.exit_codes import OK, RANK_DIED, REFUSED, REQUEST_FAILED
@@ -29,7 +30,9 @@ def run(arguments: Namespace) -> int:
     try:
         config = make_config(engine_settings(arguments))
         params = sampling_params(arguments)
+        check_params(config.runner, params)
         rows = _rows(arguments, params)
+        _check_shown(arguments, rows, params)
     except ValueError as error:
         return _report(error, REFUSED)
     if rows is not None and all(row.error for row in rows):
@@ -86,6 +89,18 @@ def _rows(arguments: Namespace, params: SamplingParams) -> list[Row] | None:
     if sys.stdin.isatty():
         return None
     return read_rows(sys.stdin.buffer, params)
+
+
+def _check_shown(arguments: Namespace, rows: list[Row] | None, params: SamplingParams) -> None:
+    """Refuse flags whose result nobody would see."""
+    has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+    is_plain = bool(arguments.prompt or arguments.prompt_ids) and not arguments.json
+    if has_logprobs and (is_plain or rows is None):
+        raise ValueError(
+            "--logprobs, --prompt-logprobs: plain text has no place for them; add --json"
+        )
+    if params.n > 1 and rows is None:
+        raise ValueError(f"--n {params.n}: a chat has one answer; leave it out, or use --prompt")
 
 
 def _answer_no_row(rows: list[Row]) -> int:
@@ -154,7 +169,8 @@ class _Writer:
         self._has_text = has_text
         self._rows = rows
         self._as_json = as_json
-        self._streams = len(rows) == 1 and not as_json and has_text
+        is_single = len(rows) == 1 and (rows[0].params is None or rows[0].params.n == 1)
+        self._streams = is_single and not as_json and has_text
         self._done: dict[int, str] = {}  # finished, by index, until those before are printed
         self._next = 0  # the first index that is not printed yet
         self._over: set[int] = set()
@@ -172,9 +188,11 @@ class _Writer:
         if self._as_json:
             self._finish(row, result_row(row, output))
         elif self._has_text:
-            self._finish(row, "" if self._streams else output.text)
+            texts = [completion.text for completion in output.outputs]
+            self._finish(row, "" if self._streams else "\n".join(texts))
         else:
-            self._finish(row, ",".join(map(str, output.token_ids)))
+            lists = [",".join(map(str, completion.token_ids)) for completion in output.outputs]
+            self._finish(row, "\n".join(lists))
 
     def fail(self, row: Row, error: str) -> None:
         """Record that a row failed, unless it is over already."""

@@ -20,13 +20,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 
 from nanorunner.admission import add_chunk, admit
 from nanorunner.block_manager import BlockManager
 from nanorunner.request import NO_ROW, Request, RequestUpdate
-from nanorunner.roster import Roster
+from nanorunner.roster import NO_ROWS, Roster
 from nanorunner.running_table import Rows, RunningTable
 from nanorunner.sampled_ids import SampledIds
 from nanorunner.scheduler_stats import SchedulerStats
@@ -34,9 +35,7 @@ from nanorunner.step_plan import ScheduledStep, StepPlan
 from nanorunner.workers.messages import BLOCK_SIZE, Int32, StepInput, StepOutput
 
 # Without a Python call: 256 of those would cost more than all the rest of a step.
-_make_update: Callable[[tuple[int, list[int], str | None]], RequestUpdate] = partial(
-    tuple.__new__, RequestUpdate
-)
+_make_update: Callable[[tuple[object, ...]], RequestUpdate] = partial(tuple.__new__, RequestUpdate)
 
 
 class Scheduler:
@@ -78,6 +77,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = max_model_len
         self.depth = depth
+        self.eos_token_ids = eos_token_ids
         self.stats = SchedulerStats()
         # Each unread step may hold max_num_seqs rows that have ended beside those that go on.
         table = RunningTable(depth * max_num_seqs, max_model_len, block_size)
@@ -121,12 +121,16 @@ class Scheduler:
         known = len(request.token_ids) if is_waiting else int(self.roster.table.known[request.row])
         return known - request.prompt_len
 
-    def check_prompt_fits(self, prompt_len: int) -> None:
-        """Raise ValueError, naming the numbers, if such a prompt could never run."""
-        if prompt_len >= self.max_model_len:
+    def check_prompt_fits(self, prompt_len: int, least_output: int = 1) -> None:
+        """Raise ValueError, naming the numbers, if such a prompt could never run.
+
+        least_output: ids that it must have room for; an embedding has none.
+        """
+        most = self.max_model_len - least_output
+        if prompt_len > most:
             raise ValueError(
                 f"prompt: {prompt_len} tokens, but prompt and output together may have "
-                f"{self.max_model_len} (max_model_len); use at most {self.max_model_len - 1}"
+                f"{self.max_model_len} (max_model_len); use at most {most}"
             )
         needed, present = self.roster.num_blocks_for(prompt_len), self.roster.blocks.num_blocks
         if needed > present:
@@ -137,7 +141,7 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queue a request; ValueError as in check_prompt_fits, with nothing queued."""
-        self.check_prompt_fits(request.prompt_len)
+        self.check_prompt_fits(request.prompt_len, 0 if request.pooling else 1)
         self.roster.add(request)
 
     def end(self, request_id: int) -> bool:
@@ -222,11 +226,15 @@ class Scheduler:
         """Advance every row in the batch and return the finished step."""
         roster, table = self.roster, self.roster.table
         rows = sample_rows = decodes = roster.decoding
+        pooled_rows = NO_ROWS
         table.computed[decodes] += 1
         if plan.chunks:
             chunk_rows = np.array([row for row, _ in plan.chunks], dtype=np.int64)
             rows = np.concatenate((decodes, chunk_rows))
-            sample_rows = np.concatenate((decodes, np.array(plan.completed, dtype=np.int64)))
+            is_pooled = np.array([bool(table.request(row).pooling) for row in plan.completed], bool)
+            completed = np.array(plan.completed, dtype=np.int64)
+            sample_rows = np.concatenate((decodes, completed[~is_pooled]))
+            pooled_rows = completed[is_pooled]
         table.unread[rows] += 1
         sample_ids = table.request_id[sample_rows]
         removed, roster.removed = roster.removed, []
@@ -246,7 +254,7 @@ class Scheduler:
         roster.decoding = sample_rows if goes_on.all() else sample_rows[goes_on]
         # Last, so that a block is visible from the next step on, whose reads follow its writes.
         published = roster.publish_ready(rows)
-        step = ScheduledStep(step_input, rows, sample_rows, sample_ids, published)
+        step = ScheduledStep(step_input, rows, sample_rows, sample_ids, pooled_rows, published)
         self._unread.append(step)
         used_blocks = roster.blocks.num_blocks - roster.blocks.num_free
         self.stats.count_step(len(decodes), plan.num_prefill_tokens, used_blocks)
@@ -296,10 +304,25 @@ class Scheduler:
         for at in np.flatnonzero(is_done).tolist():
             reasons[at] = "stop" if is_stop[at] else "length"
             self._end(table.request(int(rows[at])))
+        embeddings = self._end_pooled(step, output) if step.pooled_rows.size else []
         roster.forget_ended()
         roster.release_read(step.rows)
-        lists = [[new_id] for new_id in new_ids.tolist()]
-        return list(map(_make_update, zip(request_ids.tolist(), lists, reasons, strict=True)))
+        ids, lists = request_ids.tolist(), [[new_id] for new_id in new_ids.tolist()]
+        more = repeat(None, len(ids)) if output.extras is None else map(output.extras.get, ids)
+        updates = list(map(_make_update, zip(ids, lists, reasons, more, strict=True)))
+        return updates + embeddings if embeddings else updates
+
+    def _end_pooled(self, step: ScheduledStep, output: StepOutput) -> list[RequestUpdate]:
+        """End the requests whose embedding this step has brought."""
+        updates = []
+        for row in step.pooled_rows[self.roster.table.alive[step.pooled_rows]].tolist():
+            request = self.roster.table.request(row)
+            extras = (output.extras or {}).get(request.request_id)
+            if extras is None or extras.embedding is None:
+                raise RuntimeError(f"request {request.request_id}: its embedding did not come")
+            self._end(request)
+            updates.append(RequestUpdate(request.request_id, [], "stop", extras))
+        return updates
 
     def _end(self, request: Request) -> None:
         self.roster.end(request)

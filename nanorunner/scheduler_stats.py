@@ -18,6 +18,7 @@ class SchedulerStats:
     admissions: int = 0  # returns after a preemption included
     preemptions: int = 0
     waits_for_prefix: int = 0  # times a request waited one step for a block being written
+    waits_for_pool: int = 0  # steps in which one waited for a place in the sampler's pools
     dropped_ids: int = 0  # sampled for a request that had ended when they came
     num_ended: int = 0
     peak_used_blocks: int = 0

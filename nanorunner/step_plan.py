@@ -30,4 +30,5 @@ class ScheduledStep(NamedTuple):
     rows: Rows  # every row in the batch, in batch order
     sample_rows: Rows  # those that sample
     sample_ids: Int32  # their request ids
+    pooled_rows: Rows  # those whose embedding it completes
     published: list[int]  # blocks whose content this step completes

@@ -44,7 +44,8 @@ def make_steady_scheduler(num_seqs: int, num_tokens: int, depth: int) -> Schedul
     random = np.random.default_rng(0)
     for request_id in range(num_seqs):
         prompt: Int32 = random.integers(3, VOCAB, random.integers(100, 1000)).astype(np.int32)
-        scheduler.add(make_request(request_id, prompt, params, 0, max_model_len))
+        sampling = params.for_sampler(seed=0)
+        scheduler.add(make_request(request_id, prompt, params, sampling, max_model_len))
     return scheduler
 
 

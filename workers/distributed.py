@@ -38,10 +38,14 @@ class Group:
         tp: int,
         device: torch.device,
         timeout_s: float,
+        *,
+        sums_in_rank_order: bool = False,
     ) -> None:
         self.rank = rank
         self.tp = tp
         self.device = device
+        # The libraries add in an order that follows from a tensor's size, so from the batch.
+        self._sums_in_rank_order = sums_in_rank_order and tp > 1
         self._group: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
         if tp == 1:
             return
@@ -57,6 +61,8 @@ class Group:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks, in place, and return it."""
+        if self._sums_in_rank_order:
+            return x.copy_(_sum_in_order(self.all_gather(x[None], dim=0)))
         return self._reduce(x, dist.ReduceOp.SUM)
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +113,14 @@ class Group:
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()  # shutdown() would wait for peers, which may already have left
+
+
+def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
+    """Return parts[0] + parts[1] + ... in float32, one after the other."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total
 
 
 def _gloo_group(store: Store, rank: int, tp: int, timeout: timedelta) -> Any:

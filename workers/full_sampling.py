@@ -17,6 +17,11 @@ MAX_STOP_IDS = 128
 MAX_BAD_WORDS = 128
 MAX_BAD_WORD_TOKENS = 1024  # of all bad words of a request together
 
+# Pools that the ranks allocate, or leave room for, at the start; the scheduler lets no more
+# requests run at once than they serve.
+NUM_PENALTY_SLOTS = 64
+MAX_LOGPROB_ENTRIES = 2 << 20  # of all requests together, 12 bytes each
+
 
 class Need(IntFlag):
     """The stages of the sampler that a row needs."""
@@ -69,6 +74,10 @@ class FullSampling(NamedTuple):
         """Whether the request takes one of the few slots of the penalty pool."""
         is_off = self.repetition_penalty == 1 and self.presence_penalty == 0
         return not (is_off and self.frequency_penalty == 0)
+
+    def num_logprob_entries(self, prompt_len: int) -> int:
+        """Return how many (id, log-probability) pairs one step may bring the request at most."""
+        return (self.logprobs + 1) + prompt_len * (self.prompt_logprobs + 1)
 
     def needs(self, greedy_below: float) -> Need:
         """Return the stages that the request's row needs, for as long as it runs.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 
+from nanorunner.kernels.huge_pages import use_huge_pages
 from nanorunner.workers.messages import BLOCK_SIZE
 
 
@@ -33,4 +34,7 @@ def allocate(
     layers of the newest step. Slots that no token has reached hold junk, which no kernel may use.
     """
     shape = (2, num_layers, num_blocks, BLOCK_SIZE, local_kv_heads, head_dim)
-    return torch.empty(shape, dtype=dtype, device=device)
+    cache = torch.empty(shape, dtype=dtype, device=device)
+    if device.type == "cpu":
+        use_huge_pages([cache], is_filled=False)
+    return cache

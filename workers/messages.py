@@ -22,6 +22,9 @@ from nanorunner.workers.model_config import ModelConfig
 BLOCK_SIZE = 256  # token slots in one KV block, the card's figure
 
 Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+POOLINGS = ("last", "mean")
 
 
 class NewRequest(NamedTuple):
@@ -33,13 +36,16 @@ class NewRequest(NamedTuple):
     num_computed: int  # tokens whose KV a prefix-cache hit already holds
     block_ids: bytes  # int32: the KV blocks that hold positions 0 and up
     sampling: FullSampling
+    # Runner v2: one of POOLINGS asks for an embedding of the prompt instead of output tokens.
+    pooling: str = ""
 
 
 class StepInput(NamedTuple):
     """One step of the engine, as every rank must see it.
 
     Order of application: removed, then new, then new_blocks, then sampled_ids, then the batch.
-    A request samples in this step when its scheduled tokens reach the end of its known tokens.
+    A request samples in this step when its scheduled tokens reach the end of its known tokens; one
+    that is pooled has its embedding then.
     """
 
     step_id: int
@@ -55,13 +61,33 @@ class StepInput(NamedTuple):
 
     def to_wire(self) -> tuple[Any, ...]:
         """Return the bare tuple that is pickled."""
-        return (*self[:2], tuple((*r[:5], r.sampling.trimmed()) for r in self.new), *self[3:])
+        new = tuple((*r[:5], r.sampling.trimmed(), r.pooling) for r in self.new)
+        return (*self[:2], new, *self[3:])
 
     @classmethod
     def from_wire(cls, wire: tuple[Any, ...]) -> StepInput:
         """Return the StepInput that to_wire made `wire` from."""
-        new = tuple(NewRequest(*(*r[:5], FullSampling(*r[5]))) for r in wire[2])
+        new = tuple(NewRequest(*(*r[:5], FullSampling(*r[5]), r[6])) for r in wire[2])
         return cls(wire[0], wire[1], new, *wire[3:])
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probabilities of m tokens that follow each other, and of the N likeliest in each place.
+
+    They are those of the logits as the model gave them, before temperature and every other setting.
+    """
+
+    token_ids: Int64  # [m, N + 1]: the token itself, then the N likeliest, best first
+    logprobs: Float32  # [m, N + 1]
+    ranks: Int32  # [m] of the token itself: 1 is the likeliest
+
+
+class RequestExtras(NamedTuple):
+    """What a step brings one request beside its id, as far as it asked."""
+
+    logprobs: TokenLogprobs | None = None  # of the id, m = 1
+    prompt_logprobs: TokenLogprobs | None = None  # m = prompt_len - 1: from the second token on
+    embedding: Float32 | None = None  # [hidden]
 
 
 class StepOutput(NamedTuple):
@@ -70,6 +96,7 @@ class StepOutput(NamedTuple):
     step_id: int
     request_ids: Int32  # [num_sampled]
     token_ids: Int32  # [num_sampled]
+    extras: dict[int, RequestExtras] | None = None  # by request id; None: nobody asked
 
 
 class KvRoom(NamedTuple):
@@ -138,3 +165,4 @@ class RunnerConfig:
     seed: int
     step_timeout_s: float
     start_timeout_s: float
+    batch_invariant: bool = False  # results never depend on who shares the batch, not by a bit

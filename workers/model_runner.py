@@ -31,21 +31,27 @@ from nanorunner.workers import kv_cache
 from nanorunner.workers.cuda_graphs import PLAIN, Descriptor, GraphManager
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
-from nanorunner.workers.full_sampling import DRAW, FullSampling
+from nanorunner.workers.full_sampling import DRAW, MAX_LOGPROB_ENTRIES, Need
 from nanorunner.workers.messages import BLOCK_SIZE, Int32, KvRoom, RunnerConfig, StepInput
 from nanorunner.workers.models.decoder import Decoder
 from nanorunner.workers.profile import measure_kv_room
+from nanorunner.workers.prompt_logprobs import PromptLogprobs
+from nanorunner.workers.prompt_readers import PromptReaders
 from nanorunner.workers.request_rows import Int64
 from nanorunner.workers.request_states import RequestStates
 from nanorunner.workers.sampler_v2 import SamplerV2
+from nanorunner.workers.sampler_warm_up import exercise_sampler
 from nanorunner.workers.sampling_state import SamplingState
 from nanorunner.workers.staged_tensor import StagedWriter
+from nanorunner.workers.step_extras import DeviceExtras
 from nanorunner.workers.step_inputs import StepInputs
 from nanorunner.workers.step_output import OutputRing, PendingStep
 from nanorunner.workers.weights import load_weights
 
 Mask = npt.NDArray[np.bool_]
 NO_ROWS: Int64 = np.zeros(0, np.int64)
+LOGPROB_ENTRY_BYTES = 12  # an int64 id and a float32 value
+DRAW_BITS, LOGPROBS_BIT = int(DRAW), int(Need.LOGPROBS)  # & of an IntFlag takes microseconds
 
 
 class ModelRunner:
@@ -68,6 +74,7 @@ class ModelRunner:
             group=group,
             attention_backend=config.attention_backend,
             max_model_len=config.max_model_len,
+            batch_invariant=config.batch_invariant,
         )
         depth = config.async_depth
         self.writer = StagedWriter(place, depth, timeout_s=config.step_timeout_s)
@@ -84,6 +91,10 @@ class ModelRunner:
         self.sampler = SamplerV2(
             self.sampling, tables.token_ids, self.states.prompt_len, tables.prefill_len, group
         )
+        prompt_logprobs = PromptLogprobs(
+            self.model.compute_logits, tables.token_ids, self.model.local_vocab, group
+        )
+        self.prompts = PromptReaders(config.max_num_reqs, prompt_logprobs)
         self.inputs = StepInputs(
             config.max_num_seqs,
             config.max_num_batched_tokens,
@@ -97,6 +108,14 @@ class ModelRunner:
         self._request_ids: Int32 = np.zeros(0, np.int32)
         self._rows: Int64 = NO_ROWS
         self._counts: Int64 = NO_ROWS
+        # and what stays true of it while the same requests go on, one token each
+        self._samples: Mask = np.zeros(0, np.bool_)  # who reaches its last token
+        self._sampled_ids: Int32 = np.zeros(0, np.int32)
+        self._generations: Int64 = NO_ROWS
+        self._is_decode = False
+        self._needs: Int32 = np.zeros(0, np.int32)
+        self._wanted = 0  # all needs together
+        self._may_need_less = True  # they must be looked at again
 
     # The four stages before the first step.
 
@@ -155,9 +174,11 @@ class ModelRunner:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Run every kind of step on rows that nobody owns: no KV and no state is written."""
-        query_len = min(32, self.config.max_model_len)
+        config = self.config
+        query_len = min(32, config.max_model_len, config.max_num_batched_tokens)
         for count, is_decode in ((query_len, False), (1, False), (1, True)):
             self.idle_step(1, count, is_decode=is_decode)
+        exercise_sampler(self.sampler, self.group, self.dtype, num_rows=2)
 
     @torch.inference_mode()
     def idle_step(self, num_reqs: int, query_len: int, *, is_decode: bool) -> None:
@@ -170,13 +191,22 @@ class ModelRunner:
         else:
             self._mixed_step(rows, counts, np.ones(num_reqs, np.bool_), max_seq_len=query_len)
 
+    @torch.inference_mode()
     def widest_step(self) -> None:
-        """Run the largest prefill, then the largest sampler batch."""
+        """Run the largest prefill, then the largest sampler batch, with full log-probability pools.
+
+        The pools are what steps in flight may hold beside the next one's working memory.
+        """
         config = self.config
+        pool_bytes = (config.async_depth + 1) * MAX_LOGPROB_ENTRIES * LOGPROB_ENTRY_BYTES
+        pools = torch.empty(pool_bytes, dtype=torch.uint8, device=self.device.torch_device)
         query_len = min(config.max_num_batched_tokens, config.max_model_len)
-        num_reqs = max(1, config.max_num_batched_tokens // query_len)
+        num_reqs = min(config.max_num_seqs, max(1, config.max_num_batched_tokens // query_len))
         self.idle_step(num_reqs, query_len, is_decode=False)
         self.idle_step(config.max_num_seqs, 1, is_decode=False)
+        num_rows = max(2, config.max_num_seqs)
+        exercise_sampler(self.sampler, self.group, self.dtype, num_rows, is_widest=True)
+        del pools
 
     # One step.
 
@@ -185,26 +215,28 @@ class ModelRunner:
         """Enqueue one step; rank 0 gets its handle, before the device has begun."""
         step_input = StepInput.from_wire(wire)
         is_new_batch = self._apply(step_input)
-        rows, counts = self._rows, self._counts
-        samples = self.states.samples(rows, counts)
+        if is_new_batch:
+            self._look_at_batch()
+        rows, counts, samples = self._rows, self._counts, self._samples
+        extras = None
         if len(rows):
             if is_new_batch:
                 self.inputs.send(rows, counts, samples)
-            self._run(rows, counts, samples)
+            extras = self._run(rows, counts, samples)
             self.states.advance(rows, counts, samples)
         if self.rank != 0:
             return None
         download = None
-        num_sampled = int(samples.sum())
-        if num_sampled:
-            download = self.outputs.download(self._slot, num_sampled)
-        generations = self.states.rows.generations(rows)
+        num_sampled = len(self._sampled_ids)
+        if num_sampled or extras is not None:
+            download = self.outputs.download(self._slot, num_sampled, extras)
         return PendingStep(
             step_input.step_id,
-            self._request_ids[samples],
+            self._sampled_ids,
             download,
-            (self.states.rows, rows, generations),
+            (self.states.rows, rows, self._generations),
             self.config.step_timeout_s,
+            extras,
         )
 
     def _apply(self, step: StepInput) -> bool:
@@ -214,10 +246,11 @@ class ModelRunner:
             row = states.remove(request_id)
             assert row is not None, f"request {request_id} has no row to give back"
             self.sampling.remove(row)
+            self.prompts.remove(row, request_id)
         for new in step.new:
             row = states.add(new)
-            sampling = FullSampling(*new.sampling)
-            self.sampling.add(row, sampling, new.prompt_len, int(states.total[row]))
+            self.sampling.add(row, new.sampling, new.prompt_len, int(states.total[row]))
+            self.prompts.add(row, new)
         for request_id, block_ids in step.new_blocks:
             states.append_blocks(request_id, block_ids)
         self.writer.apply()
@@ -229,31 +262,53 @@ class ModelRunner:
             self._rows = np.array([states.rows.row_of(i) for i in pairs[:, 0].tolist()], np.int64)
             self._counts = pairs[:, 1].astype(np.int64)
             return True
-        if (self._counts != 1).any():
+        if not self._is_decode:
             self._counts = np.ones_like(self._counts)
             return True
         return False
 
-    def _run(self, rows: Int64, counts: Int64, samples: Mask) -> None:
-        """Enqueue everything from the input kernels to the state's advance."""
-        positions = self.states.computed[rows] + counts - 1
-        needs = self.sampling.needs(rows, positions)
-        is_plain = not (needs & np.int32(DRAW)).any()
-        is_decode = bool(samples.all()) and int(counts.max()) == 1
-        graph = self.graphs.dispatch(len(rows), is_decode=is_decode, is_plain=is_plain)
+    def _look_at_batch(self) -> None:
+        """Note what a steady decode need not find out again in every step."""
+        rows, counts = self._rows, self._counts
+        samples = self.states.samples(rows, counts)
+        if self.prompts:
+            samples &= ~self.prompts.is_pooled[rows]
+        self._samples = samples
+        self._sampled_ids = self._request_ids[samples]
+        self._generations = self.states.rows.generations(rows)
+        self._is_decode = bool(samples.all() and (counts == 1).all())
+        self._may_need_less = True
+
+    def _run(self, rows: Int64, counts: Int64, samples: Mask) -> DeviceExtras | None:
+        """Enqueue everything from the input kernels to the state's advance.
+
+        Return what some rows get beside their ids, None in most steps.
+        """
+        if self._may_need_less:
+            positions = self.states.computed[rows] + counts - 1
+            self._needs = self.sampling.needs(rows, positions)
+            self._wanted = int(np.bitwise_or.reduce(self._needs))
+            self._may_need_less = bool(self._wanted & Need.STOP_IDS)
+        needs, wanted = self._needs, self._wanted
+        is_plain = not wanted & DRAW_BITS
+        graph = self.graphs.dispatch(len(rows), is_decode=self._is_decode, is_plain=is_plain)
         self._slot = self.outputs.next_slot()
         if graph is None:
-            max_seq_len = int(positions.max()) + 1
-            self._mixed_step(rows, counts, samples, max_seq_len, needs)
-            return
-        logits = self.graphs.replay(graph)
+            max_seq_len = int((self.states.computed[rows] + counts).max())
+            return self._mixed_step(rows, counts, samples, max_seq_len, needs)
+        num_reqs = len(rows)
+        logits = self.graphs.replay(graph)[:num_reqs]
+        ids = self.outputs.ids[self._slot, :num_reqs]
         if graph.family != PLAIN:
-            num_reqs = len(rows)
             buffers = self.inputs.decode_buffers(num_reqs)
             mapping = self.inputs.idx_mapping[:num_reqs]
-            ids = self.sampler.sample(logits[:num_reqs], mapping, buffers.positions, rows, needs)
+            ids = self.sampler.sample(logits, mapping, buffers.positions, rows, needs)
             self.sampler.count_sampled(ids, mapping, buffers.positions, needs)
             self._advance(buffers.query_start_loc, ids)
+        if not wanted & LOGPROBS_BIT:
+            return None
+        # now: the next replay writes over the logits
+        return DeviceExtras(self.sampler.logprobs(logits, ids, rows), [], [])
 
     def _decode_body(self, descriptor: Descriptor) -> torch.Tensor:
         """A decode of descriptor.num_reqs rows; what a graph captures. Returns its logits."""
@@ -277,7 +332,7 @@ class ModelRunner:
         samples: Mask,
         max_seq_len: int,
         needs: Int32 | None = None,
-    ) -> None:
+    ) -> DeviceExtras | None:
         """Any batch, eagerly: prompts, chunks of prompts and decodes packed one after the other."""
         inputs = self.inputs
         num_sampled, max_query_len = int(samples.sum()), int(counts.max())
@@ -294,6 +349,10 @@ class ModelRunner:
             BLOCK_SIZE,
         )
         hidden = self._forward(buffers, max_query_len, max_seq_len)
+        extras = DeviceExtras([], [], [])
+        if self.prompts:
+            results = self.prompts.collect(hidden, rows, counts, self.states.computed)
+            extras = DeviceExtras([], results.logprobs, results.embeddings)
         ids = sampled.indices[:0]
         if num_sampled:
             logits = self.model.compute_logits(hidden[sampled.indices])
@@ -302,7 +361,11 @@ class ModelRunner:
             mapping, positions = sampled.idx_mapping, sampled.positions
             ids = self.sampler.sample(logits, mapping, positions, sampled_rows, their_needs)
             self.sampler.count_sampled(ids, mapping, positions, their_needs)
+            if (their_needs & np.int32(Need.LOGPROBS)).any():
+                groups = self.sampler.logprobs(logits, ids, sampled_rows)
+                extras = extras._replace(groups=groups)
         self._advance(buffers.query_start_loc, ids, inputs.logits_places)
+        return extras if any(extras) else None
 
     def _forward(self, buffers: InputBuffers, max_query_len: int, max_seq_len: int) -> torch.Tensor:
         """Return the last hidden states [num_tokens, hidden]; writes the step's K and V."""

@@ -71,6 +71,7 @@ class ModelRunner:
             group=group,
             attention_backend=config.attention_backend,
             max_model_len=config.max_model_len,
+            batch_invariant=config.batch_invariant,
         )
         self.sampler = Sampler()
         self.sequences = Sequences()
@@ -129,7 +130,7 @@ class ModelRunner:
         """Run the largest prefill, then the largest sampler batch, without touching live state."""
         config = self.config
         query_len = min(config.max_num_batched_tokens, config.max_model_len)
-        num_reqs = max(1, config.max_num_batched_tokens // query_len)
+        num_reqs = min(config.max_num_seqs, max(1, config.max_num_batched_tokens // query_len))
         self.run_eager(self.dummy_inputs(num_reqs, query_len))
         decode = self.dummy_inputs(config.max_num_seqs, 1)
         logits = self.run_model(decode._replace(logits_rows=None), is_prefill=True)

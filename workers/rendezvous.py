@@ -42,7 +42,14 @@ def join_group(config: RunnerConfig, rank: int, port: int) -> Group:
         # its own bootstrap for a rank that died on its way, and nothing frees it from there.
         store.set(f"here/{rank}", "")
         store.wait([f"here/{other}" for other in range(config.tp)])
-    return Group(store, rank, config.tp, device, COLLECTIVE_TIMEOUT_S)
+    return Group(
+        store,
+        rank,
+        config.tp,
+        device,
+        COLLECTIVE_TIMEOUT_S,
+        sums_in_rank_order=config.batch_invariant,
+    )
 
 
 def share_cores(tp: int) -> int:

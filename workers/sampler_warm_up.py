@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanorunner.kernels.logprobs import logprobs
+from nanorunner.kernels.logprobs import chunk_rows, logprobs
 from nanorunner.kernels.token_counts import count_prompt
 from nanorunner.workers.full_sampling import EDITS, Need
 from nanorunner.workers.sampler_v2 import SamplerGroup, SamplerV2
@@ -19,10 +19,16 @@ NUM_TOP = 20  # best tokens reported in the exercise
 
 
 def exercise_sampler(
-    sampler: SamplerV2, group: SamplerGroup, dtype: torch.dtype, num_rows: int
+    sampler: SamplerV2,
+    group: SamplerGroup,
+    dtype: torch.dtype,
+    num_rows: int,
+    *,
+    is_widest: bool = False,
 ) -> None:
     """Run all stages on num_rows rows (2 or more) of zeros; every rank must take part.
 
+    is_widest: log-probabilities of a whole chunk of rows too, as many as are ever made at once.
     Before the first request only: penalty slot 0 is cleared.
     """
     state = sampler.state
@@ -56,4 +62,8 @@ def exercise_sampler(
         state.output_counts,
     )
     some = logits[:2]
-    logprobs(group.all_gather(some, dim=-1), ids[:2], NUM_TOP)
+    if is_widest:
+        del logits
+        chunk = chunk_rows(state.local_vocab * group.tp, dtype.itemsize)
+        some = torch.zeros(chunk, state.local_vocab, dtype=dtype, device=device)
+    logprobs(group.all_gather(some, dim=-1), ids[:1].expand(len(some)).contiguous(), NUM_TOP)

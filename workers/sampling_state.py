@@ -72,7 +72,7 @@ class SamplingState:
         vocab_offset: int,
         upload: Upload,
         device: torch.device,
-        num_slots: int = 64,
+        num_slots: int = limits.NUM_PENALTY_SLOTS,
     ) -> None:
         self.num_rows = num_rows
         self.local_vocab = local_vocab

@@ -1,6 +1,7 @@
 """What a step brings back: ids in a ring on the device, copied down behind the step's kernels.
 
     advance_state -> ring[step % slots] -> copy stream -> pinned memory -> StepHandle.result()
+    log-probabilities, embeddings (step_extras.py) ---^   one event behind them all
 
 The copy runs on a stream of its own, so that the next step's kernels need not wait for it, nor it
 for them. A slot of the ring is written again `slots` steps later; the engine has read the output by
@@ -18,6 +19,7 @@ import torch
 from nanorunner.workers.device import POLL_S
 from nanorunner.workers.messages import Int32, StepOutput
 from nanorunner.workers.request_rows import Int64, RequestRows
+from nanorunner.workers.step_extras import DeviceExtras
 
 SPIN_S = 0.002  # before the first sleep: a decode step is rarely longer, a sleep costs 60 us
 
@@ -50,37 +52,52 @@ class OutputRing:
         self.num_steps += 1
         return slot
 
-    def download(self, slot: int, num_sampled: int) -> tuple[torch.Tensor, Any]:
-        """Enqueue the copy of a slot; return the host tensor and the event that completes it."""
-        source = self.ids[slot, :num_sampled]
+    def download(
+        self, slot: int, num_sampled: int, extras: DeviceExtras | None = None
+    ) -> tuple[list[torch.Tensor], Any]:
+        """Enqueue the copies of a slot and of the extras' tensors.
+
+        Return the host tensors, the ids first, and the event that completes them. The caller keeps
+        `extras` until then.
+        """
+        ids = self.ids[slot, :num_sampled]
+        others = [] if extras is None else extras.tensors()
         if self._copy_stream is None:
-            return source.clone(), None
+            return [ids.clone(), *others], None
         main = torch.cuda.current_stream()
-        target = torch.empty(num_sampled, dtype=torch.int64, pin_memory=True)
+        sources = [ids, *others]
+        targets = [torch.empty(s.shape, dtype=s.dtype, pin_memory=True) for s in sources]
         self._copy_stream.wait_stream(main)
         with torch.cuda.stream(self._copy_stream):
-            target.copy_(source, non_blocking=True)
+            for target, source in zip(targets, sources, strict=True):
+                target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record(self._copy_stream)
-        return target, event
+        return targets, event
 
 
 class PendingStep:
-    """The handle of an enqueued step. Owns its host tensor until result() has returned."""
+    """The handle of an enqueued step. Owns its host tensors until result() has returned.
+
+    And the device tensors that they are copied from: the copy stream reads those behind the back of
+    PyTorch's allocator, which would hand their memory out again.
+    """
 
     def __init__(
         self,
         step_id: int,
         request_ids: Int32,
-        download: tuple[torch.Tensor, Any] | None,
+        download: tuple[list[torch.Tensor], Any] | None,
         rows: tuple[RequestRows, Int64, Int64],
         timeout_s: float,
+        extras: DeviceExtras | None = None,
     ) -> None:
         self._step_id = step_id
         self._request_ids = request_ids
         self._download = download
         self._rows = rows  # the table, the batch's rows and their generations when it was made
         self._timeout_s = timeout_s
+        self._extras = extras
 
     def result(self) -> StepOutput:
         """Wait for the ids, at most the step timeout, and return them.
@@ -92,10 +109,16 @@ class PendingStep:
         table.check_all(rows, generations)
         if self._download is None:
             return StepOutput(self._step_id, self._request_ids, np.zeros(0, np.int32))
-        ids, event = self._download
+        targets, event = self._download
         if event is not None:
             _wait(event, self._timeout_s)
-        return StepOutput(self._step_id, self._request_ids, ids.numpy().astype(np.int32))
+        ids = targets[0].numpy().astype(np.int32)
+        if self._extras is None:
+            return StepOutput(self._step_id, self._request_ids, ids)
+        # copies: who keeps an output must not keep pinned memory with it
+        arrays = [target.numpy().copy() for target in targets[1:]]
+        extras = self._extras.read(arrays, self._request_ids)
+        return StepOutput(self._step_id, self._request_ids, ids, extras)
 
 
 def _wait(event: Any, timeout_s: float) -> None:

@@ -82,6 +82,7 @@ class Ranks:
                 device=torch.device("cpu"),
                 group=ThreadGroup(rank, slots, self._barrier),
                 max_model_len=config.max_model_len,
+                batch_invariant=config.batch_invariant,
             )
             for rank in range(tp)
         ]

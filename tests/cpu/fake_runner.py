@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from nanorunner.workers.messages import Int32, NewRequest, StepInput, StepOutput
+from nanorunner.workers.full_sampling import MAX_LOGPROB_ENTRIES, NUM_PENALTY_SLOTS
+from nanorunner.workers.messages import Int32, NewRequest, RequestExtras, StepInput, StepOutput
 
 UInt64 = npt.NDArray[np.uint64]
 MASK = 2**64 - 1
@@ -107,6 +108,9 @@ class FakeRunner:
 
     def _apply(self, step: StepInput) -> None:
         removed = np.frombuffer(step.removed, np.int32).tolist()
+        for handle in self.unread:
+            in_flight = set().union(*handle.touched.values())
+            assert not in_flight & set(removed), "a row is given away before its output is read"
         for request_id in removed:
             del self.sequences[request_id]
         for new in step.new:
@@ -125,6 +129,9 @@ class FakeRunner:
         self._take_sampled(np.frombuffer(step.sampled_ids, np.int32).tolist())
         # Runner v2's rows: those that run and those whose removal is not yet told.
         assert len(self.sequences) <= self.depth * self.max_num_seqs
+        wishes = [(s.new.sampling, s.new.prompt_len) for s in self.sequences.values()]
+        assert sum(w.needs_penalty_slot for w, _ in wishes) <= NUM_PENALTY_SLOTS
+        assert sum(w.num_logprob_entries(n) for w, n in wishes) <= MAX_LOGPROB_ENTRIES
         self._check_blocks()
         if step.batch is None:
             assert all(count == 1 for _, count in self.batch)
@@ -170,10 +177,17 @@ class FakeRunner:
         # Read only after all writes, as attention runs after the KV write of its layer; so a
         # shared block that is still being written in this step is found by the next check.
         sampled: list[tuple[FakeSequence, int]] = []
+        extras: dict[int, RequestExtras] = {}
         for request_id, _ in self.batch:
             sequence = self.sequences[request_id]
             self._read(sequence, written)
-            if sequence.computed == len(sequence.tokens):
+            if sequence.computed < len(sequence.tokens):
+                continue
+            if sequence.new.pooling:
+                # an "embedding" that tells the whole prompt: the last of its hashes
+                value = sequence.hashes[-1] % VOCAB
+                extras[request_id] = RequestExtras(embedding=np.array([value], np.float32))
+            else:
                 next_id = draw(sequence.hashes[-1], sequence.new.sampling.seed)
                 sampled.append((sequence, next_id))
                 sequence.has_sampled = True
@@ -185,7 +199,7 @@ class FakeRunner:
                 sequence.append(token_id)
         ids: Int32 = np.array([token_id for _, token_id in sampled], dtype=np.int32)
         who: Int32 = np.array([s.new.request_id for s, _ in sampled], dtype=np.int32)
-        handle = FakeHandle(self, StepOutput(step.step_id, who, ids), touched)
+        handle = FakeHandle(self, StepOutput(step.step_id, who, ids, extras or None), touched)
         self.unread.append(handle)
         return handle
 

@@ -207,7 +207,8 @@ def test_weights_are_cast_to_the_model_dtype(folder: Path) -> None:
         model_of(folder), 1, checkpoint=str(folder), load_format="safetensors", dtype="bfloat16"
     )
     parameters = Ranks(config).decoders[0].parameters
-    assert {tensor.dtype for tensor in parameters.values()} == {torch.bfloat16}
+    wide = {name for name, tensor in parameters.items() if tensor.dtype != torch.bfloat16}
+    assert all(name.endswith("norm") for name in wide)  # the CPU multiplies them in float32
 
 
 def test_every_parameter_is_written_whole_and_progress_counts_each_once(folder: Path) -> None:

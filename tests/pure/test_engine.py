@@ -310,6 +310,6 @@ def test_a_closed_engine_says_so_and_closes_once() -> None:
 def test_request_ids_start_again_and_skip_those_in_use() -> None:
     engine, _ = make_engine()
     assert engine.add_request(PROMPT, params()) == 0
-    engine._next_id = 2**31 - 1
+    engine._intake.next_id = 2**31 - 1
     assert engine.add_request(PROMPT, params()) == 2**31 - 1
     assert engine.add_request(PROMPT, params()) == 1

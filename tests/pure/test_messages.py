@@ -16,7 +16,8 @@ def ids(*values: int) -> bytes:
 
 def test_a_step_input_comes_back_from_the_wire_as_it_was() -> None:
     new = NewRequest(7, ids(1, 2, 3), 3, 0, ids(5), FullSampling(0.5, 20, 0.9, seed=2**62 + 1))
-    step = StepInput(4, ids(1, 2), (new,), ((3, ids(9)),), ids(3, 1, 7, 3), ids(11, 12))
+    pooled = NewRequest(8, ids(1, 2), 2, 0, ids(6), FullSampling(), "mean")
+    step = StepInput(4, ids(1, 2), (new, pooled), ((3, ids(9)),), ids(3, 1, 7, 3), ids(11, 12))
     wire = pickle.loads(pickle.dumps(step.to_wire()))
     assert StepInput.from_wire(wire) == step
     assert type(StepInput.from_wire(wire).new[0].sampling) is FullSampling

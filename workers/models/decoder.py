@@ -17,7 +17,10 @@ import torch
 import torch.nn.functional as F
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.attention_batch_invariant import BATCH_INVARIANT
+from nanorunner.kernels.huge_pages import use_huge_pages
 from nanorunner.kernels.linear import can_pack, linear, pack
+from nanorunner.kernels.linear_batch_invariant import linear_batch_invariant
 from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
 from nanorunner.kernels.self_attention import (
     AttentionPlan,
@@ -32,6 +35,7 @@ from nanorunner.workers.shards import even_shard, head_shard
 from nanorunner.workers.weight_plan import weight_plan
 
 PROJECTIONS = ("qkv", "o", "gate_up", "down")  # the fields of Layer that linear() multiplies
+NORMS = ("input_norm", "post_norm")
 
 
 class AllReduce(Protocol):
@@ -77,11 +81,16 @@ class Decoder:
         group: AllReduce,
         attention_backend: str = "torch",
         max_model_len: int | None = None,
+        batch_invariant: bool = False,
     ) -> None:
-        """Allocate zero parameters. Raises ValueError when tp exceeds the query heads."""
+        """Allocate zero parameters. Raises ValueError when tp exceeds the query heads.
+
+        batch_invariant: a token's results do not depend on what else is in the batch, not by a bit.
+        """
         self.model, self.tp, self.rank = model, tp, rank
         self.dtype, self.device, self.group = dtype, device, group
-        self.attention_backend = attention_backend
+        self.attention_backend = BATCH_INVARIANT if batch_invariant else attention_backend
+        self.linear = linear_batch_invariant if batch_invariant else linear
         heads = head_shard(model.num_heads, model.num_kv_heads, tp, rank)
         self.local_heads, self.local_kv_heads = heads.local_heads, heads.local_kv_heads
         self.local_vocab, self.vocab = even_shard(model.vocab_size, tp, rank)
@@ -144,7 +153,7 @@ class Decoder:
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
         """Return self-attention's output [num_tokens, hidden], summed over the ranks."""
-        qkv = linear(x, layer.qkv, layer.qkv_bias)
+        qkv = self.linear(x, layer.qkv, layer.qkv_bias)
         out = self_attention(
             qkv,
             plan,
@@ -155,39 +164,50 @@ class Decoder:
             layer.k_norm,
             self.model.rms_norm_eps,
         )
-        return self.group.all_reduce(linear(out, layer.o, layer.o_bias))
+        return self.group.all_reduce(self.linear(out, layer.o, layer.o_bias))
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
         """Return the SwiGLU MLP's output [num_tokens, hidden], summed over the ranks."""
-        x = silu_mul(linear(x, layer.gate_up, layer.gate_up_bias))
-        return self.group.all_reduce(linear(x, layer.down, layer.down_bias))
+        x = silu_mul(self.linear(x, layer.gate_up, layer.gate_up_bias))
+        return self.group.all_reduce(self.linear(x, layer.down, layer.down_bias))
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits [rows, local_vocab] of the rows that the caller picked.
 
         An fp32 sum rounded to the model dtype. Column i is id vocab.start + i; padded ids are -inf.
         """
-        logits = linear(hidden, self.lm_head)
+        logits = self.linear(hidden, self.lm_head)
         if self.vocab.size < self.local_vocab:
             logits[:, self.vocab.size :] = -torch.inf
         return logits
 
     def pack_for_cpu(self) -> None:
-        """Lay the projections out for the CPU, once, after the last weight was written.
+        """Lay the parameters out for the CPU, once, after the last weight was written.
 
-        Does nothing where plain weights are best (kernels/linear.py). The plain copies go, but for
-        an embedding that a tied head needs too: there the packed head is a second copy.
+        Norm weights become float32, as the norm multiplies. Projections are packed, where that is
+        best (kernels/linear.py). The plain copies go, but for an embedding that a tied head needs
+        too: there the packed head is a second copy.
         """
-        if not can_pack(self.device, self.dtype):
+        if self.device.type != "cpu":
             return
+        is_packed = can_pack(self.device, self.dtype)
         for index in range(len(self.layers)):
-            for field in PROJECTIONS:
+            for field in NORMS:
+                name = f"layers.{index}.{field}"
+                self.parameters[name] = self.parameters[name].float()
+            for field in PROJECTIONS if is_packed else ():
                 name = f"layers.{index}.{field}"
                 self.parameters[name] = pack(self.parameters[name])
             self.layers[index] = self._layer(index)
-        self.lm_head = pack(self.lm_head)
+        self.norm = self.parameters["norm"] = self.norm.float()
+        if is_packed:
+            self.lm_head = pack(self.lm_head)
         if not self.model.tie_word_embeddings:
             self.parameters["lm_head"] = self.lm_head
+        use_huge_pages(
+            [getattr(layer, field) for layer in self.layers for field in PROJECTIONS]
+            + [self.lm_head]
+        )
 
     def release(self) -> None:
         """Let go of every tensor; the model cannot run afterwards. A second call does nothing."""

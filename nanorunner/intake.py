@@ -1,0 +1,121 @@
+"""From what a user asks to requests that can be queued: every check, the seeds, the ids.
+
+    prompt, SamplingParams -> check -> Request    (n of them, or one for an embedding)
+
+Nothing is queued here, so a refusal leaves no trace. The engine calls it before the scheduler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from random import Random
+
+from nanorunner.compatibility import check_feature, check_params
+from nanorunner.request import Request, check_prompt, make_pooling_request, make_request
+from nanorunner.sampling_params import SamplingParams
+from nanorunner.scheduler import Scheduler
+from nanorunner.workers.full_sampling import (
+    MAX_LOGPROB_ENTRIES,
+    FullSampling,
+    check_full_sampling,
+)
+from nanorunner.workers.messages import POOLINGS, Int32
+
+LAST_REQUEST_ID = 2**31 - 1  # ids cross the wire as int32, then start again at 0
+
+
+class Intake:
+    """Makes the requests of one engine. seed: what requests without a seed draw theirs from."""
+
+    def __init__(self, scheduler: Scheduler, vocab_size: int, seed: int, runner: str) -> None:
+        self._scheduler = scheduler
+        self._vocab_size = vocab_size
+        self._runner = runner
+        self._random = Random(seed)
+        self.next_id = 0
+
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> Int32:
+        """Return the prompt as ids; ValueError for what this engine cannot serve."""
+        prompt = check_prompt(prompt_ids, self._vocab_size)
+        self._scheduler.check_prompt_fits(len(prompt))
+        check_params(self._runner, params)
+        for token_id in params.stop_token_ids:
+            if not 0 <= token_id < self._vocab_size:
+                raise ValueError(
+                    f"stop_token_ids: {token_id} is not in the vocabulary; "
+                    f"use 0 to {self._vocab_size - 1}"
+                )
+        for word in params.bad_words:
+            if isinstance(word, str):
+                raise ValueError(f"bad_words {word!r}: the engine has no tokenizer; give its ids")
+        sampling = self._for_sampler(params, seed=0)
+        check_full_sampling(sampling, self._vocab_size)
+        _check_logprobs_fit(len(prompt), sampling)
+        return prompt
+
+    def requests(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
+        """Return params.n requests for one prompt; errors as in check().
+
+        Each draws by a seed of its own; the first alone brings the prompt's log-probabilities.
+        """
+        prompt = self.check(prompt_ids, params)
+        # Drawn for every prompt, so that one with its own seed does not shift the others'.
+        seed = self._random.getrandbits(64)
+        if params.seed is not None:
+            seed = params.seed
+        requests = []
+        for child in range(params.n):
+            sampling = self._for_sampler(params, child_seed(seed, child))
+            if child > 0:
+                sampling = sampling._replace(prompt_logprobs=-1)
+            max_model_len = self._scheduler.max_model_len
+            requests.append(make_request(self._new_id(), prompt, params, sampling, max_model_len))
+        return requests
+
+    def check_embedding(self, prompt_ids: Sequence[int], pooling: str) -> Int32:
+        """Return the prompt as ids; ValueError for an embedding that cannot be had."""
+        check_feature(self._runner, "embed")
+        if pooling not in POOLINGS:
+            raise ValueError(f"pooling {pooling!r}: use {' or '.join(POOLINGS)}")
+        prompt = check_prompt(prompt_ids, self._vocab_size)
+        self._scheduler.check_prompt_fits(len(prompt), least_output=0)
+        return prompt
+
+    def embedding(self, prompt_ids: Sequence[int], pooling: str) -> Request:
+        """Return the request of an embedding; errors as in check_embedding()."""
+        prompt = self.check_embedding(prompt_ids, pooling)
+        return make_pooling_request(self._new_id(), prompt, pooling)
+
+    def _for_sampler(self, params: SamplingParams, seed: int) -> FullSampling:
+        return params.for_sampler(seed, self._scheduler.eos_token_ids, self._vocab_size)
+
+    def _new_id(self) -> int:
+        """Return an id that no live request has."""
+        request_id = self.next_id
+        while self._scheduler.has_request(request_id):
+            request_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
+        self.next_id = (request_id + 1) % (LAST_REQUEST_ID + 1)
+        return request_id
+
+
+def child_seed(seed: int, child: int) -> int:
+    """Return the seed of a prompt's completion number `child`; the first one's is `seed` itself.
+
+    So n = 4 begins with what n = 1 gives, and no completion repeats another's draws.
+    """
+    if child == 0:
+        return seed
+    message = f"{seed % 2**64} {child}".encode()
+    return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
+
+
+def _check_logprobs_fit(prompt_len: int, sampling: FullSampling) -> None:
+    """Refuse log-probabilities that the ranks have no room for."""
+    entries = sampling.num_logprob_entries(prompt_len)
+    if entries > MAX_LOGPROB_ENTRIES:
+        raise ValueError(
+            f"prompt_logprobs {sampling.prompt_logprobs} for {prompt_len} prompt tokens and "
+            f"logprobs {sampling.logprobs}: {entries} log-probabilities in one step, but the "
+            f"limit is {MAX_LOGPROB_ENTRIES}; use smaller numbers or a shorter prompt"
+        )

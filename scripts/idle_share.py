@@ -1,0 +1,154 @@
+"""How much of the time the GPU waits for the CPU in a steady decode of runner v2.
+
+    python scripts/idle_share.py [--model qwen3-0.6b] [--num-seqs 256] [--parts idle,sleep]
+
+idle: CUDA events stand before and after each step's graph; the share of the time between one
+step's last kernel and the next one's first. Whatever lies between them (the copy of a changed
+batch) counts as idle, so the figure is an upper bound.
+sleep: output tokens per second of the `nano` load as it is, and with 0.3 ms of sleep in every step
+on rank 0's CPU, in turns. What is hidden behind the GPU costs nothing.
+
+Needs a GPU. Prints one JSON line at the end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections import deque
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanorunner import LLM
+from nanorunner.config import make_config
+from nanorunner.resolve import resolve
+from nanorunner.workers.cuda_graphs import Descriptor
+from nanorunner.workers.messages import BLOCK_SIZE
+from nanorunner.workers.model_runner import ModelRunner
+
+if TYPE_CHECKING:
+    from scripts.bench_engine import measure
+    from scripts.bench_host import NUM_WARM, PROMPT_LEN, make_runner, make_scheduler
+    from scripts.bench_workloads import make_workload
+else:  # a script's own folder is where Python looks first; it is no package
+    from bench_engine import measure
+    from bench_host import NUM_WARM, PROMPT_LEN, make_runner, make_scheduler
+    from bench_workloads import make_workload
+
+SLEEP_S = 0.0003
+IDLE_LIMIT, SLOWDOWN_LIMIT = 0.03, 0.03
+
+
+def watch_graphs(runner: ModelRunner) -> list[tuple[Any, Any]]:
+    """Have each replay bracketed by timing events from now on; return the list they go to."""
+    pairs: list[tuple[Any, Any]] = []
+    replay = runner.graphs.replay
+
+    def timed(descriptor: Descriptor) -> torch.Tensor:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        begin.record()
+        logits = replay(descriptor)
+        end.record()
+        pairs.append((begin, end))
+        return logits
+
+    runner.graphs.replay = timed  # type: ignore[method-assign]
+    return pairs
+
+
+def idle_share(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the shares of a steady decode of num_seqs requests at depth 2 and, to compare, 1."""
+    result: dict[str, Any] = {}
+    for depth in (2, 1):
+        max_model_len = PROMPT_LEN + NUM_WARM + args.steps + 20
+        num_blocks = (args.num_seqs + 2) * -(-max_model_len // BLOCK_SIZE)
+        settings = {"model": args.model, "runner": "v2", "load_format": "dummy", "device": "cuda"}
+        sizes = {"max_num_seqs": args.num_seqs, "max_model_len": max_model_len}
+        more = {"num_blocks": num_blocks, "async_depth": depth, "skip_tokenizer_init": True}
+        config = resolve(make_config(settings | sizes | more)).runner_config
+        runner = make_runner(config, num_blocks)
+        scheduler = make_scheduler(config, num_blocks, NUM_WARM + args.steps + 10)
+        pairs = watch_graphs(runner)
+        in_flight: deque[Any] = deque()
+        for _ in range(NUM_WARM + args.steps):
+            while len(in_flight) < depth:
+                step = scheduler.schedule()
+                assert step is not None, "the requests ended too early"
+                in_flight.append(runner.step(step.step_input.to_wire()))
+            scheduler.update(in_flight.popleft().result())
+        torch.cuda.synchronize()
+        pairs = pairs[-args.steps :]
+        gaps = [a[1].elapsed_time(b[0]) for a, b in pairwise(pairs)]
+        busy = [begin.elapsed_time(end) for begin, end in pairs]
+        span = pairs[0][0].elapsed_time(pairs[-1][1])
+        result[f"idle_share_depth_{depth}"] = round(sum(gaps) / span, 4)
+        result[f"gap_us_p50_depth_{depth}"] = round(statistics.median(gaps) * 1000, 1)
+        result[f"busy_us_p50_depth_{depth}"] = round(statistics.median(busy) * 1000, 1)
+        runner.close()
+        del runner, pairs
+        torch.cuda.empty_cache()
+    return result
+
+
+def sleep_cost(args: argparse.Namespace) -> dict[str, Any]:
+    """Return output tokens per second with and without the sleep, and what it costs."""
+    rates: dict[str, list[float]] = {"plain": [], "with_sleep": []}
+    with LLM(
+        args.model,
+        runner="v2",
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        prefix_cache=False,
+        max_num_seqs=args.num_seqs,
+        gpu_memory_utilization=0.85,
+    ) as llm:
+        load = make_workload("nano", llm.resolved.runner_config.model.vocab_size)
+        plain = llm.engine.step
+
+        def slow() -> Any:
+            time.sleep(SLEEP_S)
+            return plain()
+
+        measure(llm, load, 0.6, 1)  # the first pass pays for what happens once
+        for _ in range(args.repeats):
+            for name, step in (("plain", plain), ("with_sleep", slow)):
+                llm.engine.step = step  # type: ignore[method-assign]
+                rates[name].append(measure(llm, load, 0.6, 1)["output_tokens_per_s"])
+    before, after = (statistics.median(rates[name]) for name in ("plain", "with_sleep"))
+    return {"nano_tokens_per_s": rates, "slowdown": round(1 - after / before, 4)}
+
+
+def main() -> int:
+    """Measure and print; return 1 when a limit is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--model", default="qwen3-0.6b")
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--parts", default="idle,sleep")
+    args = parser.parse_args()
+    parts = args.parts.split(",")
+    if unknown := set(parts) - {"idle", "sleep"}:
+        parser.error(f"parts: {', '.join(sorted(unknown))}: use idle, sleep or both")
+    if not torch.cuda.is_available():
+        parser.error("no NVIDIA GPU was found; a CPU has no idle GPU to measure")
+    result: dict[str, Any] = {"benchmark": "idle share"} | vars(args)
+    result |= {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    if "sleep" in parts:
+        result |= sleep_cost(args)
+    if "idle" in parts:
+        result |= idle_share(args)
+    for key, value in result.items():
+        print(f"{key:24} {value}")
+    print(json.dumps(result))
+    is_good = result.get("idle_share_depth_2", 0) < IDLE_LIMIT
+    return 0 if is_good and result.get("slowdown", 0) < SLOWDOWN_LIMIT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -178,6 +178,8 @@ class ModelRunner:
         query_len = min(32, config.max_model_len, config.max_num_batched_tokens)
         for count, is_decode in ((query_len, False), (1, False), (1, True)):
             self.idle_step(1, count, is_decode=is_decode)
+        self.states.touch()
+        self.writer.apply()
         exercise_sampler(self.sampler, self.group, self.dtype, num_rows=2)
 
     @torch.inference_mode()

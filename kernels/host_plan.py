@@ -66,10 +66,11 @@ def plan_host(
     """Return the plan of one step; the arguments are those of self_attention.plan_attention()."""
     cos, sin = cos_sin[positions].to(dtype)[:, None, None].chunk(2, dim=-1)
     slots, written = batch.slot_mapping, None
-    if bool((slots < 0).any()):
+    on_host: list[int] = slots.tolist()  # a loop over them is quicker than two tensor operations
+    if min(on_host, default=0) < 0:
         written = (slots >= 0).nonzero().flatten()
         slots = slots[written]
-    starts = slots[slots % block_size == 0]
+    new_blocks = [slot // block_size for slot in on_host if slot >= 0 and slot % block_size == 0]
     decode = prompts = None
     if backend != BATCH_INVARIANT:  # what several requests compute at once depends on the batch
         decode = _plan_decode(positions.shape[0], batch, dtype, block_size)
@@ -80,7 +81,7 @@ def plan_host(
         sin=torch.cat((-sin, sin), dim=2),
         written=written,
         slots=slots,
-        new_blocks=starts // block_size if len(starts) else None,
+        new_blocks=torch.tensor(new_blocks) if new_blocks else None,
         decode=decode,
         prompts=prompts,
     )

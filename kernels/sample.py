@@ -65,26 +65,21 @@ def gumbel_argmax_reference(
     position: torch.Tensor,
     vocab_offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute gumbel_argmax with numpy, on the CPU."""
-    scores: Float32 = logits.float().numpy()
-    best, values = _best(scores)
-    if np.isnan(values).any():  # a NaN counts as the largest there
-        scores = np.where(np.isnan(scores), np.float32(-np.inf), scores)
-        best, values = _best(scores)
+    """Compute gumbel_argmax on the CPU: greedy rows in logits' own dtype, the others with numpy."""
+    top, best = logits.max(dim=-1)  # the first of equals
+    values = top.float()
+    if bool(values.isnan().any()):  # to max() a NaN is the largest
+        logits = logits.masked_fill(logits.isnan(), -torch.inf)
+        top, best = logits.max(dim=-1)
+        values = top.float()
     heat = temperature.numpy()
     rows = np.flatnonzero(heat >= GREEDY_BELOW)
     if len(rows):
-        scaled = scores[rows] / heat[rows, None]
-        values[rows], best[rows] = _best_with_noise(
+        scaled: Float32 = logits[torch.from_numpy(rows)].float().numpy() / heat[rows, None]
+        values.numpy()[rows], best.numpy()[rows] = _best_with_noise(
             scaled, seed.numpy()[rows, None], position.numpy()[rows, None], vocab_offset
         )
-    return torch.from_numpy(values), torch.from_numpy(best + vocab_offset)
-
-
-def _best(scores: Float32) -> tuple[Int64, Float32]:
-    """Return each row's first largest score: its column, and its value; scores [n, V]."""
-    best: Int64 = scores.argmax(axis=-1)
-    return best, np.take_along_axis(scores, best[:, None], axis=-1)[:, 0]
+    return values, best + vocab_offset
 
 
 def _best_with_noise(

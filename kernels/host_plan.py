@@ -94,19 +94,21 @@ def _plan_decode(
     seq_lens: list[int] = batch.seq_lens.tolist()
     if batch.max_query_len != 1 or len(seq_lens) != num_tokens or min(seq_lens) < 1:
         return None
-    longest = max(seq_lens)
-    position, mask = torch.arange(longest), None
+    longest, mask = max(seq_lens), None
+    is_past = None
     if min(seq_lens) < longest:
-        is_past = position >= batch.seq_lens[:, None]
+        is_past = torch.arange(longest) >= batch.seq_lens[:, None]
         mask = torch.zeros(is_past.shape, dtype=dtype).masked_fill_(is_past, -torch.inf)
         mask = mask[:, None, None, :]
-        position = position.masked_fill(is_past, 0)
     even = _find_even_blocks(seq_lens, batch.block_tables, block_size)
     if even is not None:
         return DecodePlan(longest, mask, even, None)
-    # Past its end a request reads its first token again, never a slot that nobody wrote: masking
-    # scores alone would not do, because 0 * NaN is NaN.
-    block = batch.block_tables.long().gather(1, (position // block_size).expand(num_tokens, -1))
+    position = torch.arange(longest).expand(num_tokens, -1)
+    if is_past is not None:
+        # Past its end a request reads its first token again, never a slot that nobody wrote:
+        # masking scores alone would not do, because 0 * NaN is NaN.
+        position = position.masked_fill(is_past, 0)
+    block = batch.block_tables.long().gather(1, position // block_size)
     slots = (block * block_size + position % block_size).flatten()
     return DecodePlan(longest, mask, None, slots)
 

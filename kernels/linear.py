@@ -34,6 +34,12 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
+def has_fast_bfloat16() -> bool:
+    """Return whether this CPU has instructions that multiply bfloat16, and linear() uses them."""
+    is_native = torch.cpu._is_avx512_bf16_supported()  # AMX machines have these too
+    return is_native and can_pack(torch.device("cpu"), torch.bfloat16)
+
+
 def pack(weight: torch.Tensor) -> torch.Tensor:
     """Return weight [out, in] in oneDNN's layout: an opaque tensor, for linear() alone.
 

@@ -43,7 +43,10 @@ COLD = {
     "workers/pinned_ring.py": {"__init__": "of host memory, when a buffer is made"},
     "workers/device.py": {"result": "runner v1's and the profile's wait"},
     "kernels/attention.py": {"_request_rows": "of the reference"},
-    "kernels/linear.py": {"can_pack": "at the start, about the CPU"},
+    "kernels/linear.py": {
+        "can_pack": "at the start, about the CPU",
+        "has_fast_bfloat16": "at the start, about the CPU",
+    },
     "kernels/logit_edits.py": {"_in_shard": "of the reference"},
     "kernels/rms_norm.py": {"_constant": "of the reference"},
 }

@@ -10,6 +10,7 @@ twice. Each rank runs this same code on its own heads, MLP columns and vocabular
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +20,7 @@ import torch.nn.functional as F
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.attention_batch_invariant import BATCH_INVARIANT
 from nanorunner.kernels.huge_pages import use_huge_pages
-from nanorunner.kernels.linear import can_pack, linear, pack
+from nanorunner.kernels.linear import can_pack, has_fast_bfloat16, linear, pack
 from nanorunner.kernels.linear_batch_invariant import linear_batch_invariant
 from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
 from nanorunner.kernels.self_attention import (
@@ -33,6 +34,8 @@ from nanorunner.workers.model_config import ModelConfig
 from nanorunner.workers.models.rope import cos_sin_table
 from nanorunner.workers.shards import even_shard, head_shard
 from nanorunner.workers.weight_plan import weight_plan
+
+logger = logging.getLogger("nanorunner")
 
 PROJECTIONS = ("qkv", "o", "gate_up", "down")  # the fields of Layer that linear() multiplies
 NORMS = ("input_norm", "post_norm")
@@ -190,6 +193,8 @@ class Decoder:
         """
         if self.device.type != "cpu":
             return
+        if self.rank == 0 and self.dtype == torch.float32 and has_fast_bfloat16():
+            logger.info("this CPU multiplies bfloat16 natively: --dtype bfloat16 would be faster")
         is_packed = can_pack(self.device, self.dtype)
         for index in range(len(self.layers)):
             for field in NORMS:

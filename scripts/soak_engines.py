@@ -95,7 +95,7 @@ def _answer_of(program: subprocess.Popen[str]) -> dict[str, Any]:
         output, errors = program.communicate(timeout=LIMIT_S)
     except subprocess.TimeoutExpired:
         program.kill()
-        program.communicate()
+        program.communicate(timeout=LIMIT_S)
         return {"ids": None, "problem": f"no answer in {LIMIT_S:g} s"}
     try:
         ids = json.loads(output)["token_ids"]

@@ -12,19 +12,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.workers.cuda_graphs import capture_sizes
 from nanorunner.workers.messages import BLOCK_SIZE
 
 if TYPE_CHECKING:
     from nanorunner.workers.model_runner_v1 import Inputs, ModelRunner
-
-
-def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture, ascending; the last one is always max_num_seqs.
-
-    Without a graph at the widest legal batch an engine falls off its fast path at full load.
-    """
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, max_num_seqs + 1, 16)]
-    return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class DecodeGraphs:

@@ -18,7 +18,6 @@ from nanorunner.workers.messages import BLOCK_SIZE, KvRoom, RunnerConfig
 from nanorunner.workers.models.decoder import Decoder
 
 GIB = 1 << 30
-CPU_DEFAULT_BYTES = GIB  # of host memory, over all layers of one rank
 MARGIN_BYTES = 64 << 20  # fragmentation between the rehearsal and the real thing
 
 logger = logging.getLogger("nanorunner")
@@ -63,7 +62,8 @@ def measure_kv_room(runner: Profiled) -> KvRoom:
         if config.kv_cache_bytes is not None:
             room = min(room, config.kv_cache_bytes)
     else:
-        room = config.kv_cache_bytes or CPU_DEFAULT_BYTES
+        assert config.kv_cache_bytes is not None, "resolve.py sizes the cache of a CPU"
+        room = config.kv_cache_bytes
     # more blocks than every request at its longest can fill would only cost memory; twice that
     # many keep finished prompts for the prefix cache
     return KvRoom(max(0, min(room // size, 2 * all_requests)), size, room)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import torch
+from rank_harness import make_config
 
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.workers.messages import RunnerConfig
@@ -42,27 +43,13 @@ def runner_config(model: ModelConfig, tp: int, **changes: Any) -> RunnerConfig:
     """Return a RunnerConfig for the CPU; the fields that a decoder does not read are arbitrary."""
     fields: dict[str, Any] = {
         "model": model,
-        "checkpoint": "",
-        "load_format": "dummy",
-        "runner": "v1",
-        "async_depth": 1,
-        "tp": tp,
-        "device": "cpu",
-        "dtype": "float32",
-        "attention_backend": "torch",
-        "enforce_eager": True,
         "max_num_seqs": 4,
-        "max_num_reqs": 8,
         "max_num_batched_tokens": 1024,
         "max_model_len": 1024,
-        "gpu_memory_utilization": 0.9,
-        "kv_cache_bytes": None,
-        "num_blocks": None,
-        "seed": 0,
         "step_timeout_s": TIMEOUT_S,
         "start_timeout_s": TIMEOUT_S,
     }
-    return RunnerConfig(**{**fields, **changes})
+    return make_config(tp, **{**fields, **changes})
 
 
 class Ranks:

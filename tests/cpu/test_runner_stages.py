@@ -15,7 +15,7 @@ import torch
 
 from nanorunner.config import make_config
 from nanorunner.resolve import resolve
-from nanorunner.workers.cuda_graphs_v1 import capture_sizes
+from nanorunner.workers.cuda_graphs import capture_sizes
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.full_sampling import FullSampling

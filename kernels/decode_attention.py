@@ -11,6 +11,9 @@ meet in a second kernel.
 
 The number of splits is fixed on the host from the batch size, so a captured graph stays valid; each
 share follows from the length, which only the device knows. Splits left without tokens end at once.
+A large batch fills the device with one program a request, but then the longest request is still
+read when all others have ended; there a split has a least share, so that long requests alone are
+cut, and a request of one share writes its result itself.
 """
 
 from __future__ import annotations
@@ -33,6 +36,13 @@ class DecodePlan(NamedTuple):
     tile_tokens: int  # KV tokens a loop turn; divides the block, so a tile lies in one block
     num_warps: int
     num_stages: int
+    min_share: int = 0  # tokens that a split has at least, where the request has that many
+
+
+# (splits, least share) of a batch that fills the device with one split a request, and of one that
+# nearly does. Above their product the shares grow again.
+FULL, NEARLY_FULL = (4, 1024), (8, 512)
+MAX_SEQ_LENS = (0, NEARLY_FULL[1] + 1, FULL[1] + 1)  # the lengths at which plans change
 
 
 def plan_decode(
@@ -42,21 +52,37 @@ def plan_decode(
     head_dim: int,
     item_bytes: int,
     processors: int,
+    max_seq_len: int = 0,
 ) -> DecodePlan:
-    """Return the plan for a batch; the figures were measured on an H200 (132 processors)."""
+    """Return the plan for a batch; the figures were measured on an H200 (132 processors).
+
+    max_seq_len: no request will be longer; 0: unknown, and long requests are not cut to balance.
+    """
     programs = num_reqs * num_kv_heads
     # About 4 programs a processor keep the memory busy; more splits only add to the combine.
     wanted = max(4 * processors // programs, 1)
-    num_splits = min(1 << (wanted.bit_length() - 1), 64 if programs <= 2 else 32)
-    rows, columns = tile_shape(num_heads // num_kv_heads, head_dim)
+    most_splits = 64 if programs <= 2 else 32 if programs <= 4 else 16
+    num_splits = min(1 << (wanted.bit_length() - 1), most_splits)
+    group, load = num_heads // num_kv_heads, programs / processors
+    splits, min_share = FULL if load >= 3 else NEARLY_FULL
+    if load >= 1 and max_seq_len > min_share:
+        return _plan_tile(splits, group, head_dim, item_bytes, 0)._replace(min_share=min_share)
+    return _plan_tile(num_splits, group, head_dim, item_bytes, load)
+
+
+def _plan_tile(
+    num_splits: int, group: int, head_dim: int, item_bytes: int, load: float
+) -> DecodePlan:
+    """Return the plan of so many splits; load: whole requests' programs a processor, 0 for cut."""
+    rows, columns = tile_shape(group, head_dim)
     if item_bytes == 4:
         # Full float32 products run without tensor cores: small tiles, or registers spill.
         return DecodePlan(num_splits, 16, 4, 2)
     if rows > 16 or columns > 128:
         return DecodePlan(num_splits, 32, 4, 2)
-    if programs >= 8 * processors:
+    if load >= 8:
         return DecodePlan(num_splits, 32, 1, 2)
-    if programs * num_splits >= 3 * processors:
+    if load * num_splits >= 3:
         return DecodePlan(num_splits, 64, 2, 2)
     return DecodePlan(num_splits, 64, 4, 3)
 
@@ -83,8 +109,9 @@ def decode_attention(
     if num_reqs == 0:
         return out
     plan = plan or plan_decode(
-        num_reqs, num_heads, num_kv_heads, head_dim, q.element_size(), num_processors(q.device)
-    )
+        num_reqs, num_heads, num_kv_heads, head_dim, q.element_size(), num_processors(q.device),
+        batch.max_seq_len,
+    )  # fmt: skip
     is_split = plan.num_splits > 1
     partial = log_sum = out  # never touched when one program does a whole request
     if is_split:
@@ -106,6 +133,7 @@ def decode_attention(
         q.stride(0),
         batch.block_tables.stride(0),
         plan.num_splits,
+        MIN_SHARE=plan.min_share,
         GROUP=group,
         ROWS=rows,
         NUM_KV_HEADS=num_kv_heads,
@@ -147,6 +175,7 @@ def combine_splits(
         HEAD_DIM=head_dim,
         COLUMNS=columns,
         SPLITS=plan.num_splits,
+        MIN_SHARE=plan.min_share,
         TILE=plan.tile_tokens,
         num_warps=min(max(plan.num_splits * columns // 1024, 1), 8),
         **launch_options(use_pdl),
@@ -159,9 +188,11 @@ def tile_shape(group: int, head_dim: int) -> tuple[int, int]:
 
 
 @jit()
-def share_of_split(length: tl.tensor, num_splits: tl.tensor, TILE: tl.constexpr) -> tl.tensor:
-    """Tokens of each split but the last: an equal share, rounded up to whole tiles."""
-    return tl.cdiv(tl.cdiv(length, num_splits), TILE) * TILE
+def share_of_split(
+    length: tl.tensor, num_splits: tl.tensor, MIN_SHARE: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Tokens of each split but the last: an equal share, or the least, in whole tiles."""
+    return tl.cdiv(tl.maximum(tl.cdiv(length, num_splits), MIN_SHARE), TILE) * TILE
 
 
 @jit(counts=("num_splits", "table_stride"), tables=("block_tables", "seq_lens"))
@@ -178,6 +209,7 @@ def _decode_kernel(
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     num_splits: tl.tensor,
+    MIN_SHARE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -192,7 +224,7 @@ def _decode_kernel(
     kv_head = tl.program_id(1)
     split = tl.program_id(2)
     length = tl.load(seq_lens + request)
-    share = share_of_split(length, num_splits, TILE)
+    share = share_of_split(length, num_splits, MIN_SHARE, TILE)
     begin = split * share
     end = tl.minimum(begin + share, length)
     if IS_SPLIT and begin >= length:
@@ -238,7 +270,7 @@ def _decode_kernel(
     # Only a request of length 0 has a total of 0; it gets zeros.
     result = mixed / tl.maximum(total, 1.0e-30)[:, None]
     out_row = request * (NUM_KV_HEADS * GROUP) + head
-    if IS_SPLIT:
+    if IS_SPLIT and share < length:
         out_row = out_row * num_splits + split
         tl.store(log_sum + out_row, best + tl.log2(total), mask=row < GROUP)
         tl.store(partial + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=q_mask)
@@ -256,6 +288,7 @@ def _combine_kernel(
     HEAD_DIM: tl.constexpr,
     COLUMNS: tl.constexpr,
     SPLITS: tl.constexpr,
+    MIN_SHARE: tl.constexpr,
     TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
@@ -266,10 +299,13 @@ def _combine_kernel(
     request = tl.program_id(0).to(tl.int64)
     row = request * NUM_HEADS + tl.program_id(1)
     length = tl.load(seq_lens + request)
+    share = share_of_split(length, SPLITS, MIN_SHARE, TILE)
+    if (length > 0) & (length <= share):
+        return  # its only split has written the result
     split = tl.arange(0, SPLITS)
     column = tl.arange(0, COLUMNS)
     # The splits that were left without tokens wrote nothing: their memory may hold NaN.
-    wrote = split * share_of_split(length, SPLITS, TILE) < length
+    wrote = split * share < length
     sums = tl.load(log_sum + row * SPLITS + split, mask=wrote, other=-1.0e30)
     weight = tl.where(wrote, tl.exp2(sums - tl.max(sums, axis=0)), 0.0)
     weight = weight / tl.maximum(tl.sum(weight, axis=0), 1.0e-30)

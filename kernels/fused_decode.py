@@ -31,8 +31,6 @@ from nanorunner.kernels.pdl import can_overlap, launch_options
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write_reference
 from nanorunner.kernels.triton_support import num_processors
 
-MAX_REQS = 64  # above, the two launches were never measured to be slower
-
 
 def fused_decode(
     qkv: torch.Tensor,
@@ -80,10 +78,13 @@ def plan_fused(
     head_dim: int,
     item_bytes: int,
     processors: int,
+    max_seq_len: int = 0,
 ) -> DecodePlan:
     """Return decode_attention's plan, with enough threads to hold a tile of K and V each."""
-    plan = plan_decode(num_reqs, num_heads, num_kv_heads, head_dim, item_bytes, processors)
-    if plan.num_splits == 1:
+    plan = plan_decode(
+        num_reqs, num_heads, num_kv_heads, head_dim, item_bytes, processors, max_seq_len
+    )
+    if plan.num_splits == 1 or plan.min_share:
         return plan
     _, columns = tile_shape(num_heads // num_kv_heads, head_dim)
     warps = (
@@ -142,10 +143,11 @@ def fused_decode_triton(
     if num_reqs == 0:
         return out
     plan = plan or plan_fused(
-        num_reqs, num_heads, num_kv_heads, head_dim, qkv.element_size(), num_processors(qkv.device)
-    )
-    # Without splits a device is full of programs, which hide each other's waits better.
-    reads_early = reads_early and plan.num_splits > 1
+        num_reqs, num_heads, num_kv_heads, head_dim, qkv.element_size(),
+        num_processors(qkv.device), batch.max_seq_len,
+    )  # fmt: skip
+    # A device that is full of programs hides their waits better.
+    reads_early = reads_early and plan.num_splits > 1 and not plan.min_share
     partial = log_sum = out  # never touched when one program does a whole request
     if plan.num_splits > 1:
         shape = (num_reqs, num_heads, plan.num_splits)
@@ -173,6 +175,7 @@ def fused_decode_triton(
         qkv.stride(0),
         batch.block_tables.stride(0),
         plan.num_splits,
+        MIN_SHARE=plan.min_share,
         GROUP=num_heads // num_kv_heads,
         ROWS=rows,
         NUM_KV_HEADS=num_kv_heads,

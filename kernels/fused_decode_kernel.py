@@ -57,6 +57,7 @@ def fused_decode_kernel(
     qkv_stride: tl.tensor,
     table_stride: tl.tensor,
     num_splits: tl.tensor,
+    MIN_SHARE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     NUM_KV_HEADS: tl.constexpr,
@@ -79,7 +80,7 @@ def fused_decode_kernel(
     split = tl.program_id(2)
     # Past the first cache, whose lines may be older than the kernels that wrote these.
     length = tl.load(seq_lens + request, cache_modifier=".cg")
-    share = share_of_split(length, num_splits, TILE)
+    share = share_of_split(length, num_splits, MIN_SHARE, TILE)
     begin = split * share
     has_work = begin < length
     # The last position is this step's token: it is not in the cache yet.
@@ -180,7 +181,7 @@ def fused_decode_kernel(
     # Only a request of length 0 has a total of 0; it gets zeros.
     result = mixed / tl.maximum(total, 1.0e-30)[:, None]
     out_row = request * (NUM_KV_HEADS * GROUP) + head
-    if IS_SPLIT:
+    if IS_SPLIT and share < length:
         out_row = out_row * num_splits + split
         tl.store(log_sum + out_row, new_best + tl.log2(total), mask=row < GROUP)
         tl.store(partial + out_row[:, None] * HEAD_DIM + column, result, mask=q_mask)

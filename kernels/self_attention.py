@@ -3,8 +3,9 @@
     plan = plan_attention(...)                    once a step: what is the same for every layer
     self_attention(qkv, plan, k_cache, v_cache)   once a layer
 
-On a GPU the plan is nothing and a layer is two launches. On a CPU the two references make about 60
-tensor operations a layer; with a host plan (kernels/host_plan.py) a decode makes about 20.
+On a GPU the plan is nothing and a layer is two launches, one for a decode (fused_decode.py). On a
+CPU the two references make about 60 tensor operations a layer; with a host plan (host_plan.py) a
+decode makes about 20.
 
 kernels/rope_kv_write.py and kernels/attention.py define the result; here is only a shorter way.
 """
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.fused_decode import fused_decode
 from nanorunner.kernels.host_plan import DecodePlan, HostPlan, Prompts, plan_host
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
 
@@ -64,13 +66,21 @@ def self_attention(
     q_norm: torch.Tensor | None,
     k_norm: torch.Tensor | None,
     eps: float,
+    reads_early: bool = False,
 ) -> torch.Tensor:
-    """Return attention's output [num_tokens, num_heads * head_dim]; overwrites qkv's q and k.
+    """Return attention's output [num_tokens, num_heads * head_dim]; may overwrite qkv's q and k.
 
     qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; k_cache and v_cache
-    [blocks, block_size, num_kv_heads, head_dim] get the step's K and V first.
+    [blocks, block_size, num_kv_heads, head_dim] get the step's K and V first. reads_early: the
+    kernel before is one that fused_decode() may overlap with.
     """
     num_tokens, scale = qkv.shape[0], shape.head_dim**-0.5
+    if _is_fused(qkv, plan):
+        out = fused_decode(
+            qkv, plan.positions, plan.cos_sin, k_cache, v_cache, plan.batch, *shape,
+            q_norm, k_norm, eps, scale, reads_early=reads_early,
+        )  # fmt: skip
+        return out.view(num_tokens, -1)
     sizes = [shape.num_heads * shape.head_dim] + [shape.num_kv_heads * shape.head_dim] * 2
     q, k, v = torch.split_with_sizes(qkv, sizes, dim=1)
     if plan.host is None:
@@ -88,6 +98,11 @@ def self_attention(
     q = q.view(num_tokens, shape.num_heads, shape.head_dim)
     out = paged_attention(q, k_cache, v_cache, plan.batch, scale, plan.backend)
     return out.view(num_tokens, -1)
+
+
+def _is_fused(qkv: torch.Tensor, plan: AttentionPlan) -> bool:
+    """Return whether one launch serves the layer."""
+    return qkv.is_cuda and plan.batch.max_query_len == 1 and plan.backend == "triton"
 
 
 def _rotate(

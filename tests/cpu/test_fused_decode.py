@@ -49,6 +49,10 @@ def test_every_number_of_splits_finds_the_owner_of_the_last_token(
     check(case, DecodePlan(num_splits, 32, 1, 1), reads_early=has_norm)
 
 
+def test_a_request_of_one_share_writes_its_own_result() -> None:
+    check(fused_case(LENGTHS, (4, 2, 64)), DecodePlan(8, 32, 1, 1, 256))
+
+
 def test_half_precision_rounds_as_the_two_steps_do() -> None:
     case = fused_case([1, 40, 300], (4, 2, 64), torch.float16)
     check(case, DecodePlan(4, 32, 1, 1))

@@ -10,7 +10,12 @@ import torch
 from kernel_cases import AttentionCase, attention_case, check_attention, poison
 
 from nanorunner.kernels.attention import paged_attention
-from nanorunner.kernels.decode_attention import DecodePlan, decode_attention, plan_decode
+from nanorunner.kernels.decode_attention import (
+    MAX_SEQ_LENS,
+    DecodePlan,
+    decode_attention,
+    plan_decode,
+)
 from nanorunner.kernels.flash_attention import load_flash_attention
 from nanorunner.kernels.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
 from nanorunner.kernels.warm_up import warm_up_attention
@@ -86,6 +91,16 @@ def test_any_number_of_splits_gives_the_same_answer(num_splits: int, tile: int) 
     assert not out[3].any()
 
 
+@pytest.mark.parametrize("min_share", [256, 512])
+def test_a_least_share_cuts_long_requests_alone(min_share: int) -> None:
+    case = attention_case([(1, 700), (1, 3), (1, 512), (1, 513)], (4, 2, 32), padded_requests=1)
+    q = torch.cat((case.q, case.q[:1]))
+    plan = DecodePlan(8, 32, 4, 2, min_share)
+    out = decode_attention(q, case.k_cache, case.v_cache, case.batch, case.scale, plan)
+    check_attention(case, out[:4])
+    assert not out[4].any()
+
+
 @pytest.mark.parametrize(("rows", "tile"), [(16, 32), (128, 128)])
 def test_any_prefill_tile_gives_the_same_answer(rows: int, tile: int) -> None:
     case = attention_case(MIXED, (6, 2, 32), padded_requests=1, padded_tokens=5)
@@ -113,18 +128,32 @@ def test_a_chunk_sees_the_chunks_before_it_and_nothing_after() -> None:
 def test_splits_depend_on_the_batch_size_alone_and_fill_the_device() -> None:
     heads, processors = (16, 8, 128), 132
     splits = [plan_decode(n, *heads, 2, processors).num_splits for n in (1, 8, 16, 64, 256)]
-    assert splits == [32, 8, 4, 1, 1]
+    assert splits == [16, 8, 4, 1, 1]
+    # long requests are cut where a batch fills the device, or nearly
+    for num_reqs, longest, plan in (
+        (8, 4096, (8, 0)),
+        (32, 512, (2, 0)),
+        (32, 513, (8, 512)),
+        (128, 1024, (1, 0)),
+        (128, 1025, (4, 1024)),
+    ):
+        found = plan_decode(num_reqs, *heads, 2, processors, longest)
+        assert (found.num_splits, found.min_share) == plan
     assert plan_decode(1, 4, 1, 128, 2, processors).num_splits == 64
 
 
 def test_a_tile_never_crosses_a_block_and_plans_are_few() -> None:
     """Each plan is one compilation, so a serving engine must meet only a handful."""
     for (q, k, d), size in itertools.product([*HEADS, (71, 1, 64), (32, 8, 128)], (2, 4)):
-        decode = {plan_decode(n, q, k, d, size, 132) for n in range(1, 1025)}
+        decode = {
+            plan_decode(n, q, k, d, size, 132, longest)
+            for n in range(1, 1025)
+            for longest in (*MAX_SEQ_LENS, 40_960)
+        }
         prefill = {plan_prefill(n, q // k, d, size, 227 * 1024) for n in range(1, 1025)}
         assert all(256 % plan.tile_tokens == 0 for plan in decode | prefill)
         assert all(plan.rows >= q // k for plan in prefill)
-        assert len(decode) <= 14
+        assert len(decode) <= 18
         assert len(prefill) <= 2
 
 

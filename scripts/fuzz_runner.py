@@ -131,11 +131,11 @@ class LostTokenRunner(DelayedRunner):
 
 
 class UnorderedCopyRunner(DelayedRunner):
-    """A fault: the ids' copy does not wait for the kernels that write them."""
+    """A fault: the copies do not wait for the kernels that write them."""
 
     def __init__(self, config: RunnerConfig, rank: int, group: Group) -> None:
         super().__init__(config, rank, group)
-        self.inner.outputs._copy_stream.wait_stream = lambda stream: None
+        self.inner.outputs._copy_stream.wait_event = lambda event: None
 
 
 def make_delayed(config: RunnerConfig, rank: int, group: Group) -> FuzzRunner:

@@ -8,7 +8,7 @@
                     prepare to advance
         sample      on every rank: the best (score, id) of each vocabulary shard, one all-reduce
         advance     num_computed, total_len, last_sampled move on, on the device
-        download    ids follow on the copy stream; step() has returned long before
+        finish      an event: then the ids lie in host memory; step() has returned long before
 
 All kernels are on one stream, so a row's old owner and its new one cannot meet. The CPU never reads
 a device value here: what it must know it derives from what it has scheduled.
@@ -24,58 +24,40 @@ import torch
 
 from nanorunner.kernels.advance_state import advance_state
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.lm_head_sample import serves
 from nanorunner.kernels.prepare_inputs import prepare_decode_inputs, prepare_mixed_inputs
 from nanorunner.kernels.state_tables import InputBuffers
-from nanorunner.kernels.warm_up import warm_up_attention
-from nanorunner.workers import kv_cache
+from nanorunner.workers import idle_steps
 from nanorunner.workers.cuda_graphs import PLAIN, Descriptor, GraphManager
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
-from nanorunner.workers.full_sampling import DRAW, MAX_LOGPROB_ENTRIES, Need
-from nanorunner.workers.messages import BLOCK_SIZE, Int32, KvRoom, RunnerConfig, StepInput
-from nanorunner.workers.models.decoder import Decoder
-from nanorunner.workers.profile import measure_kv_room
+from nanorunner.workers.full_sampling import DRAW, Need
+from nanorunner.workers.messages import BLOCK_SIZE, Int32, RunnerConfig, StepInput
 from nanorunner.workers.prompt_logprobs import PromptLogprobs
 from nanorunner.workers.prompt_readers import PromptReaders
 from nanorunner.workers.request_rows import Int64
 from nanorunner.workers.request_states import RequestStates
+from nanorunner.workers.runner_stages import RunnerStages
 from nanorunner.workers.sampler_v2 import SamplerV2
-from nanorunner.workers.sampler_warm_up import exercise_sampler
 from nanorunner.workers.sampling_state import SamplingState
 from nanorunner.workers.staged_tensor import StagedWriter
 from nanorunner.workers.step_extras import DeviceExtras
 from nanorunner.workers.step_inputs import StepInputs
 from nanorunner.workers.step_output import OutputRing, PendingStep
-from nanorunner.workers.weights import load_weights
 
 Mask = npt.NDArray[np.bool_]
 NO_ROWS: Int64 = np.zeros(0, np.int64)
-LOGPROB_ENTRY_BYTES = 12  # an int64 id and a float32 value
-DRAW_BITS, LOGPROBS_BIT = int(DRAW), int(Need.LOGPROBS)  # & of an IntFlag takes microseconds
+# & of an IntFlag takes microseconds
+LOGPROBS_BIT = int(Need.LOGPROBS)
+LOGITS_BITS = int(DRAW) | LOGPROBS_BIT
 
 
-class ModelRunner:
+class ModelRunner(RunnerStages):
     """One rank's executor: its share of the weights, its KV cache, its state table, its graphs."""
 
     def __init__(self, config: RunnerConfig, rank: int, group: Group, device: Device) -> None:
-        self.config = config
-        self.rank = rank
-        self.group = group
-        self.device = device
-        self.dtype = getattr(torch, config.dtype)
-        self.memory_before = device.memory() if device.is_cuda else None
+        super().__init__(config, rank, group, device)
         place = device.torch_device
-        self.model = Decoder(
-            config.model,
-            tp=config.tp,
-            rank=rank,
-            dtype=self.dtype,
-            device=place,
-            group=group,
-            attention_backend=config.attention_backend,
-            max_model_len=config.max_model_len,
-            batch_invariant=config.batch_invariant,
-        )
         depth = config.async_depth
         self.writer = StagedWriter(place, depth, timeout_s=config.step_timeout_s)
         self.states = RequestStates(config.max_num_reqs, config.max_model_len, self.writer, place)
@@ -103,7 +85,8 @@ class ModelRunner:
             place,
         )
         self.outputs = OutputRing(depth + 2, config.max_num_seqs, place)
-        self.graphs = GraphManager(config.max_num_seqs, is_enabled=False)  # until capture()
+        # until capture()
+        self.graphs: GraphManager = GraphManager(config.max_num_seqs, is_enabled=False)
         # the current batch, as the CPU knows it
         self._request_ids: Int32 = np.zeros(0, np.int32)
         self._rows: Int64 = NO_ROWS
@@ -114,129 +97,58 @@ class ModelRunner:
         self._generations: Int64 = NO_ROWS
         self._is_decode = False
         self._needs: Int32 = np.zeros(0, np.int32)
-        self._wanted = 0  # all needs together
-        self._may_need_less = True  # they must be looked at again
+        self._is_plain = True  # nobody wants more of the sampler than temperature and seed
+        self._has_logprobs = False  # of output tokens
+        self._may_need_less = True  # the needs must be looked at again
 
-    # The four stages before the first step.
+    # Its part of the stages before the first step (runner_stages.py).
 
-    def load_model(self) -> None:
-        """Fill this rank's share of the weights."""
-        load_weights(self.model, self.config)
+    def warm_up(self) -> None:
+        """Run every kind of step once, so that serving compiles nothing."""
+        idle_steps.warm_up(self)
 
-    def profile(self) -> KvRoom:
-        """Return how many KV blocks this rank has room for."""
-        return measure_kv_room(self)
-
-    def allocate_kv(self, num_blocks: int) -> None:
-        """Allocate the KV cache and bind one K and one V view to each layer."""
-        model = self.config.model
-        self.kv_cache = kv_cache.allocate(
-            model.num_layers,
-            num_blocks,
-            self.model.local_kv_heads,
-            model.head_dim,
-            self.dtype,
-            self.device.torch_device,
-        )
-        self.k_caches = list(self.kv_cache[0])  # layer -> [num_blocks, 256, heads, dim]
-        self.v_caches = list(self.kv_cache[1])
-
-    def release_kv(self) -> None:
-        """Give the cache's memory back."""
-        self.k_caches = self.v_caches = []
-        self.kv_cache = torch.empty(0)
-
-    def capture(self) -> None:
-        """Compile the kernels that serving will use, then capture the decode graphs."""
-        if self.config.attention_backend == "triton":
-            warm_up_attention(
-                qkv_width=self.model.layers[0].qkv.shape[0],
-                num_heads=self.model.local_heads,
-                k_cache=self.k_caches[0],
-                v_cache=self.v_caches[0],
-                dtype=self.dtype,
-                max_num_reqs=self.config.max_num_seqs,
-            )
-        self.warm_up()
-        self.graphs = self.capture_graphs()
-        self.outputs.restart()
+    def widest_step(self) -> None:
+        """Run the largest prefill and the largest sampler batch, touching no live state."""
+        idle_steps.widest_step(self)
 
     @torch.inference_mode()
     def capture_graphs(self) -> GraphManager:
         """Capture every decode graph on a batch of nobody, and return their manager."""
-        is_enabled = self.device.is_cuda and not self.config.enforce_eager
-        graphs = GraphManager(self.config.max_num_seqs, is_enabled=is_enabled)
-        if is_enabled:
+        graphs = GraphManager(self.config.max_num_seqs, is_enabled=self.has_graphs)
+        if self.has_graphs:
             self.inputs.send(NO_ROWS, NO_ROWS, np.zeros(0, np.bool_))
-            graphs.capture(self._decode_body)
+            graphs.capture(self.decode_body)
         return graphs
 
-    @torch.inference_mode()
-    def warm_up(self) -> None:
-        """Run every kind of step on rows that nobody owns: no KV and no state is written."""
-        config = self.config
-        query_len = min(32, config.max_model_len, config.max_num_batched_tokens)
-        for count, is_decode in ((query_len, False), (1, False), (1, True)):
-            self.idle_step(1, count, is_decode=is_decode)
-        self.states.touch()
-        self.writer.apply()
-        exercise_sampler(self.sampler, self.group, self.dtype, num_rows=2)
+    def capture(self) -> None:
+        """Compile, capture, and forget the steps that took."""
+        super().capture()
+        self.outputs.restart()
 
-    @torch.inference_mode()
-    def idle_step(self, num_reqs: int, query_len: int, *, is_decode: bool) -> None:
-        """Run a step of num_reqs requests, query_len tokens each, that belong to nobody."""
-        rows = np.full(num_reqs, -1, np.int64)
-        counts = np.full(num_reqs, query_len, np.int64)
-        self.inputs.send(rows, counts, np.ones(num_reqs, np.bool_))
-        if is_decode:
-            self._decode_body(Descriptor(num_reqs, PLAIN))
-        else:
-            self._mixed_step(rows, counts, np.ones(num_reqs, np.bool_), max_seq_len=query_len)
+    # One step. A decode that a graph does as a whole needs no inference mode, which takes a few
+    # microseconds to enter; what runs PyTorch's operations enters it by itself.
 
-    @torch.inference_mode()
-    def widest_step(self) -> None:
-        """Run the largest prefill, then the largest sampler batch, with full log-probability pools.
-
-        The pools are what steps in flight may hold beside the next one's working memory.
-        """
-        config = self.config
-        pool_bytes = (config.async_depth + 1) * MAX_LOGPROB_ENTRIES * LOGPROB_ENTRY_BYTES
-        pools = torch.empty(pool_bytes, dtype=torch.uint8, device=self.device.torch_device)
-        query_len = min(config.max_num_batched_tokens, config.max_model_len)
-        num_reqs = min(config.max_num_seqs, max(1, config.max_num_batched_tokens // query_len))
-        self.idle_step(num_reqs, query_len, is_decode=False)
-        self.idle_step(config.max_num_seqs, 1, is_decode=False)
-        num_rows = max(2, config.max_num_seqs)
-        exercise_sampler(self.sampler, self.group, self.dtype, num_rows, is_widest=True)
-        del pools
-
-    # One step.
-
-    @torch.inference_mode()
     def step(self, wire: tuple[Any, ...]) -> PendingStep | None:
         """Enqueue one step; rank 0 gets its handle, before the device has begun."""
         step_input = StepInput.from_wire(wire)
-        is_new_batch = self._apply(step_input)
-        if is_new_batch:
-            self._look_at_batch()
-        rows, counts, samples = self._rows, self._counts, self._samples
+        if self._apply(step_input):
+            self._begin_batch()
         extras = None
-        if len(rows):
-            if is_new_batch:
-                self.inputs.send(rows, counts, samples)
-            extras = self._run(rows, counts, samples)
-            self.states.advance(rows, counts, samples)
+        if len(self._rows):
+            extras = self._run()
+            self.states.advance(self._rows, self._counts, self._samples)
         if self.rank != 0:
             return None
-        download = None
+        arrival = None
         num_sampled = len(self._sampled_ids)
         if num_sampled or extras is not None:
-            download = self.outputs.download(self._slot, num_sampled, extras)
+            arrival = self.outputs.finish(num_sampled, extras)
         return PendingStep(
             step_input.step_id,
             self._sampled_ids,
-            download,
-            (self.states.rows, rows, self._generations),
+            self.outputs,
+            arrival,
+            (self.states.rows, self._rows, self._generations),
             self.config.step_timeout_s,
             extras,
         )
@@ -269,65 +181,99 @@ class ModelRunner:
             return True
         return False
 
-    def _look_at_batch(self) -> None:
-        """Note what a steady decode need not find out again in every step."""
+    def _begin_batch(self) -> None:
+        """Send the batch, and note what a steady decode need not find out again in every step."""
         rows, counts = self._rows, self._counts
         samples = self.states.samples(rows, counts)
+        is_read = False
         if self.prompts:
             samples &= ~self.prompts.is_pooled[rows]
+            is_read = bool(self.prompts.has_reader[rows].any())
         self._samples = samples
         self._sampled_ids = self._request_ids[samples]
         self._generations = self.states.rows.generations(rows)
-        self._is_decode = bool(samples.all() and (counts == 1).all())
+        # The last token of a prompt looks like a decode; but a graph keeps no hidden states.
+        self._is_decode = bool(samples.all() and (counts == 1).all()) and not is_read
         self._may_need_less = True
+        if len(rows):
+            self.inputs.send(rows, counts, samples)
 
-    def _run(self, rows: Int64, counts: Int64, samples: Mask) -> DeviceExtras | None:
+    def _look_at_needs(self) -> None:
+        """Note what the batch needs of the sampler; with their min_tokens rows need less."""
+        positions = self.states.computed[self._rows] + self._counts - 1
+        self._needs = self.sampling.needs(self._rows, positions)
+        wanted = int(np.bitwise_or.reduce(self._needs))
+        self._is_plain = not wanted & LOGITS_BITS
+        self._has_logprobs = bool(wanted & LOGPROBS_BIT)
+        self._may_need_less = bool(wanted & Need.STOP_IDS)
+
+    def _run(self) -> DeviceExtras | None:
         """Enqueue everything from the input kernels to the state's advance.
 
         Return what some rows get beside their ids, None in most steps.
         """
         if self._may_need_less:
-            positions = self.states.computed[rows] + counts - 1
-            self._needs = self.sampling.needs(rows, positions)
-            self._wanted = int(np.bitwise_or.reduce(self._needs))
-            self._may_need_less = bool(self._wanted & Need.STOP_IDS)
-        needs, wanted = self._needs, self._wanted
-        is_plain = not wanted & DRAW_BITS
-        graph = self.graphs.dispatch(len(rows), is_decode=self._is_decode, is_plain=is_plain)
-        self._slot = self.outputs.next_slot()
+            self._look_at_needs()
+        rows, counts = self._rows, self._counts
+        graph = self.graphs.dispatch(len(rows), is_decode=self._is_decode, is_plain=self._is_plain)
+        self.outputs.begin()
         if graph is None:
             max_seq_len = int((self.states.computed[rows] + counts).max())
-            return self._mixed_step(rows, counts, samples, max_seq_len, needs)
-        num_reqs = len(rows)
-        logits = self.graphs.replay(graph)[:num_reqs]
-        ids = self.outputs.ids[self._slot, :num_reqs]
-        if graph.family != PLAIN:
-            buffers = self.inputs.decode_buffers(num_reqs)
-            mapping = self.inputs.idx_mapping[:num_reqs]
-            ids = self.sampler.sample(logits, mapping, buffers.positions, rows, needs)
-            self.sampler.count_sampled(ids, mapping, buffers.positions, needs)
-            self._advance(buffers.query_start_loc, ids)
-        if not wanted & LOGPROBS_BIT:
+            return self.mixed_step(rows, counts, self._samples, max_seq_len, self._needs)
+        logits = self.graphs.replay(graph)
+        if graph.family == PLAIN:
+            return None  # the step is done
+        return self._sample_outside(logits)
+
+    @torch.inference_mode()
+    def _sample_outside(self, logits: torch.Tensor) -> DeviceExtras | None:
+        """Do for a decode what its graph left: the full sampler, advance, log-probabilities.
+
+        logits [graph's requests, local_vocab].
+        """
+        rows, needs, num_reqs = self._rows, self._needs, len(self._rows)
+        logits = logits[:num_reqs]
+        buffers = self.inputs.decode_buffers(num_reqs)
+        mapping = self.inputs.idx_mapping[:num_reqs]
+        ids = self.sampler.sample(logits, mapping, buffers.positions, rows, needs)
+        self.sampler.count_sampled(ids, mapping, buffers.positions, needs)
+        self._advance(buffers.query_start_loc, ids)
+        if not self._has_logprobs:
             return None
         # now: the next replay writes over the logits
         return DeviceExtras(self.sampler.logprobs(logits, ids, rows), [], [])
 
-    def _decode_body(self, descriptor: Descriptor) -> torch.Tensor:
-        """A decode of descriptor.num_reqs rows; what a graph captures. Returns its logits."""
+    def decode_body(self, descriptor: Descriptor) -> torch.Tensor:
+        """A decode of descriptor.num_reqs rows; what a graph captures.
+
+        Returns its logits, of a plain one its ids.
+        """
         inputs, size = self.inputs, descriptor.num_reqs
         buffers = inputs.decode_buffers(size)
         prepare_decode_inputs(
             inputs.header, inputs.idx_mapping, self.states.tables, buffers, BLOCK_SIZE
         )
         hidden = self._forward(buffers, max_query_len=1, max_seq_len=self.config.max_model_len)
-        logits = self.model.compute_logits(hidden)
-        if descriptor.family == PLAIN:
-            mapping = inputs.idx_mapping[:size]
-            ids = self.sampler.sample_plain(logits, mapping, buffers.positions)
-            self._advance(buffers.query_start_loc, ids)
-        return logits
+        if descriptor.family != PLAIN:
+            return self.model.compute_logits(hidden)
+        mapping = inputs.idx_mapping[:size]
+        ids = self._sample_plain(hidden, mapping, buffers.positions)
+        self._advance(buffers.query_start_loc, ids)
+        return ids
 
-    def _mixed_step(
+    def _sample_plain(
+        self, hidden: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the ids [n] of rows that want temperature and seed alone."""
+        model = self.model
+        if model.has_few_rows and serves(len(hidden), model.lm_head):
+            return self.sampler.sample_head(
+                hidden, model.lm_head, model.vocab.size, idx_mapping, positions
+            )
+        return self.sampler.sample_plain(model.compute_logits(hidden), idx_mapping, positions)
+
+    @torch.inference_mode()
+    def mixed_step(
         self,
         rows: Int64,
         counts: Int64,
@@ -400,13 +346,3 @@ class ModelRunner:
             self.outputs.step_counter,
             logits_places,
         )
-
-    # The end.
-
-    def close(self) -> None:
-        """Free graphs, cache and weights, and leave the group; a second call does nothing."""
-        self.graphs = GraphManager(self.config.max_num_seqs, is_enabled=False)
-        self.release_kv()
-        self.model.release()
-        self.group.close()
-        self.device.release()

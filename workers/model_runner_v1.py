@@ -19,17 +19,13 @@ import numpy as np
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.kernels.warm_up import warm_up_attention
-from nanorunner.workers import kv_cache
 from nanorunner.workers.cuda_graphs_v1 import DecodeGraphs
 from nanorunner.workers.device import Device, Download
 from nanorunner.workers.distributed import Group
-from nanorunner.workers.messages import BLOCK_SIZE, KvRoom, RunnerConfig, StepInput, StepOutput
-from nanorunner.workers.models.decoder import Decoder
-from nanorunner.workers.profile import measure_kv_room
+from nanorunner.workers.messages import BLOCK_SIZE, RunnerConfig, StepInput, StepOutput
+from nanorunner.workers.runner_stages import RunnerStages
 from nanorunner.workers.sampler import Sampler
 from nanorunner.workers.sequences_v1 import Sequence, Sequences
-from nanorunner.workers.weights import load_weights
 
 
 class Inputs(NamedTuple):
@@ -52,78 +48,20 @@ class FinishedStep:
         return self._output
 
 
-class ModelRunner:
+class ModelRunner(RunnerStages):
     """One rank's executor: its share of the weights, its KV cache, its graphs."""
 
     def __init__(self, config: RunnerConfig, rank: int, group: Group, device: Device) -> None:
-        self.config = config
-        self.rank = rank
-        self.group = group
-        self.device = device
-        self.dtype = getattr(torch, config.dtype)
-        self.memory_before = device.memory() if device.is_cuda else None
-        self.model = Decoder(
-            config.model,
-            tp=config.tp,
-            rank=rank,
-            dtype=self.dtype,
-            device=device.torch_device,
-            group=group,
-            attention_backend=config.attention_backend,
-            max_model_len=config.max_model_len,
-            batch_invariant=config.batch_invariant,
-        )
+        super().__init__(config, rank, group, device)
         self.sampler = Sampler()
         self.sequences = Sequences()
         self.graphs: DecodeGraphs | None = None
 
-    # ---- the four stages before the first step -------------------------------------------------
+    # ---- before the first step: its part of the stages (runner_stages.py) ----------------------
 
-    def load_model(self) -> None:
-        """Fill this rank's share of the weights."""
-        load_weights(self.model, self.config)
-
-    def profile(self) -> KvRoom:
-        """Return how many KV blocks this rank has room for."""
-        return measure_kv_room(self)
-
-    def allocate_kv(self, num_blocks: int) -> None:
-        """Allocate the KV cache and bind one K and one V view to each layer."""
-        model = self.config.model
-        self.kv_cache = kv_cache.allocate(
-            model.num_layers,
-            num_blocks,
-            self.model.local_kv_heads,
-            model.head_dim,
-            self.dtype,
-            self.device.torch_device,
-        )
-        self.k_caches = list(self.kv_cache[0])  # layer -> [num_blocks, 256, heads, dim]
-        self.v_caches = list(self.kv_cache[1])
-
-    def release_kv(self) -> None:
-        """Give the cache's memory back."""
-        self.k_caches = self.v_caches = []
-        self.kv_cache = torch.empty(0)
-
-    def capture(self) -> None:
-        """Compile the kernels that serving will use, then capture the decode graphs."""
-        if self.config.attention_backend == "triton":
-            warm_up_attention(
-                qkv_width=self.model.layers[0].qkv.shape[0],
-                num_heads=self.model.local_heads,
-                k_cache=self.k_caches[0],
-                v_cache=self.v_caches[0],
-                dtype=self.dtype,
-                max_num_reqs=self.config.max_num_seqs,
-            )
-        self.warm_up()
-        if self.device.is_cuda and not self.config.enforce_eager:
-            self.graphs = self.capture_graphs()
-
-    def capture_graphs(self) -> DecodeGraphs:
-        """Capture a graph for every decode batch size."""
-        return DecodeGraphs(self)
+    def capture_graphs(self) -> DecodeGraphs | None:
+        """Capture a graph for every decode batch size, None when graphs are off."""
+        return DecodeGraphs(self) if self.has_graphs else None
 
     @torch.inference_mode()
     def widest_step(self) -> None:
@@ -312,13 +250,3 @@ class ModelRunner:
     def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of the logits [rows, local_vocab]."""
         return self.model.compute_logits(hidden)
-
-    # ---- the end -------------------------------------------------------------------------------
-
-    def close(self) -> None:
-        """Free graphs, cache and weights, and leave the group; a second call does nothing."""
-        self.graphs = None
-        self.release_kv()
-        self.model.release()
-        self.group.close()
-        self.device.release()

@@ -26,7 +26,7 @@ SPARE_FACTOR = 4  # so many times its first slots may a ring have before it wait
 
 
 class Completion(Protocol):
-    """What a slot asks of an event (torch.cuda.Event)."""
+    """What a slot asks of an event (torch.Event)."""
 
     def query(self) -> bool:
         """Return whether everything in front of the event has run."""
@@ -47,10 +47,17 @@ class PinnedSlot:
         # One a slot: what a step reads is never the target of a later step's copy.
         self.device = torch.zeros(num_words, dtype=torch.int32, device=device) if is_cuda else None
         self.event: Completion | None = None  # None: never sent since it was made or taken
+        self._copied = torch.Event(device, enable_timing=False) if is_cuda else None
 
     def is_free(self) -> bool:
         """Return whether the CPU may write: no copy out of this slot is under way."""
         return self.event is None or self.event.query()
+
+    def mark_sent(self) -> None:
+        """Note that a copy out of this slot has just been enqueued on the current stream."""
+        if self._copied is not None:
+            self._copied.record()
+            self.event = self._copied
 
 
 class PinnedRing:
@@ -114,10 +121,7 @@ class PinnedRing:
                 return source
             target = slot.device[:num_words]
         target.copy_(source, non_blocking=True)
-        if target.is_cuda:
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            slot.event = event
+        slot.mark_sent()
         return target
 
     def _wait_for_oldest(self) -> None:

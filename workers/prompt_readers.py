@@ -39,11 +39,13 @@ class PromptResults(NamedTuple):
 class PromptReaders:
     """The readers of one rank; every rank must call in the same order.
 
-    is_pooled [R]: rows of the state table that are pooled and sample nothing, on the CPU.
+    is_pooled [R]: rows of the state table that are pooled and sample nothing; has_reader [R]: rows
+    whose prompt is still to be read to its end. Both on the CPU.
     """
 
     def __init__(self, num_rows: int, prompt_logprobs: PromptLogprobs) -> None:
         self.is_pooled: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
+        self.has_reader: npt.NDArray[np.bool_] = np.zeros(num_rows, np.bool_)
         self._prompt_logprobs = prompt_logprobs
         self._readers: dict[int, Reader] = {}  # by row
         # request id -> sum [hidden] float32 of its hidden states so far. Owner: this object. Place:
@@ -61,10 +63,11 @@ class PromptReaders:
             return
         self._readers[row] = Reader(new.request_id, new.prompt_len, num_top, new.pooling)
         self.is_pooled[row] = bool(new.pooling)
+        self.has_reader[row] = True
 
     def remove(self, row: int, request_id: int) -> None:
         """Forget a request that has ended or was preempted; most of them are no readers."""
-        self.is_pooled[row] = False
+        self.is_pooled[row] = self.has_reader[row] = False
         if self._readers.pop(row, None) is not None:
             self._prompt_logprobs.drop(request_id)
             self._sums.pop(request_id, None)
@@ -90,6 +93,7 @@ class PromptReaders:
                     self._pool(reader, hidden[begin : begin + count], is_end, embeddings)
                 if is_end:
                     del self._readers[row]
+                    self.has_reader[row] = False
             begin += count
         return PromptResults(self._prompt_logprobs.collect(hidden, spans), embeddings)
 

@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nanorunner.kernels.lm_head_sample import lm_head_sample
 from nanorunner.kernels.logit_edits import add_bias, ban_bad_words, ban_stop_ids, select_rows
 from nanorunner.kernels.logprobs import Logprobs, chunk_rows, logprobs
 from nanorunner.kernels.min_p import min_p_floor
@@ -99,6 +100,32 @@ class SamplerV2:
         positions [n] int64: where each row's input token stands.
         """
         keys = self._keys(logits, idx_mapping, positions)
+        return key_ids(self._group.all_reduce_max(keys))
+
+    def sample_head(
+        self,
+        hidden: torch.Tensor,
+        lm_head: torch.Tensor,
+        num_ids: int,
+        idx_mapping: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return sample_plain's ids of the logits hidden @ lm_head.T, which are never written.
+
+        hidden [n, hidden]; lm_head [local_vocab, hidden], of which num_ids rows are tokens. For
+        what kernels/lm_head_sample.py serves.
+        """
+        state = self.state
+        keys = lm_head_sample(
+            hidden,
+            lm_head,
+            idx_mapping,
+            positions,
+            state.column("temperature"),
+            state.column("seed"),
+            state.vocab_offset,
+            num_ids,
+        )
         return key_ids(self._group.all_reduce_max(keys))
 
     def sample(

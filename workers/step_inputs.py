@@ -62,6 +62,7 @@ class StepInputs:
             slot_mapping=zeros(max_num_tokens, dtype=torch.int64),
             block_tables=zeros(size, max_blocks, dtype=torch.int32),
         )
+        self._decodes: dict[int, InputBuffers] = {}  # decode_buffers() so far, by size
         self._logits = LogitsRows(
             indices=zeros(size, dtype=torch.int64),
             idx_mapping=zeros(size, dtype=torch.int32),
@@ -84,15 +85,17 @@ class StepInputs:
 
     def decode_buffers(self, size: int) -> InputBuffers:
         """Return the buffers of a decode of `size` requests, padding included."""
-        whole = self._buffers
-        return InputBuffers(
-            whole.input_ids[:size],
-            whole.positions[:size],
-            whole.query_start_loc[: size + 1],
-            whole.seq_lens[:size],
-            whole.slot_mapping[:size],
-            whole.block_tables[:size],
-        )
+        if size not in self._decodes:
+            whole = self._buffers
+            self._decodes[size] = InputBuffers(
+                whole.input_ids[:size],
+                whole.positions[:size],
+                whole.query_start_loc[: size + 1],
+                whole.seq_lens[:size],
+                whole.slot_mapping[:size],
+                whole.block_tables[:size],
+            )
+        return self._decodes[size]
 
     def mixed_buffers(self, num_reqs: int, num_tokens: int) -> InputBuffers:
         """Return the buffers of a mixed batch; its query_start_loc is the block's."""

@@ -85,6 +85,23 @@ def test_logprobs_and_embeddings_are_those_of_transformers(
                 torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
+def test_a_prompt_whose_last_step_has_one_token_is_read_too(folder: Path) -> None:
+    """Such a step looks like a decode, and a graph that served it would keep no hidden states."""
+    reference = Reference(folder)
+    budget = 64
+    one, chunked, beside, other = make_prompts((1, budget + 1, 123, 5))
+    asked = params(prompt_logprobs=2, logprobs=1)
+    with make_llm(folder, max_num_batched_tokens=budget) as llm:
+        for prompt in (one, chunked):
+            (output,) = llm.generate([prompt], asked, use_tqdm=False)
+            check_logprobs(output, asked, reference)
+        # beside the other's prompt and then its decode: 59, 63 and 1 tokens
+        both = [params(logprobs=0), asked]
+        outputs = llm.generate([other, beside], both, use_tqdm=False)
+        for output, its in zip(outputs, both, strict=True):
+            check_logprobs(output, its, reference)
+
+
 def test_steps_with_every_setting_wait_for_nothing_and_compile_nothing(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,6 +19,8 @@ import torch.nn.functional as F
 
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.attention_batch_invariant import BATCH_INVARIANT
+from nanorunner.kernels.few_rows import add_norm_gate_up_silu, add_norm_linear, linear_few
+from nanorunner.kernels.few_rows_plans import MAX_ROWS
 from nanorunner.kernels.huge_pages import use_huge_pages
 from nanorunner.kernels.linear import can_pack, has_fast_bfloat16, linear, pack
 from nanorunner.kernels.linear_batch_invariant import linear_batch_invariant
@@ -94,6 +96,7 @@ class Decoder:
         self.dtype, self.device, self.group = dtype, device, group
         self.attention_backend = BATCH_INVARIANT if batch_invariant else attention_backend
         self.linear = linear_batch_invariant if batch_invariant else linear
+        self.has_few_rows = device.type == "cuda" and self.attention_backend == "triton"
         heads = head_shard(model.num_heads, model.num_kv_heads, tp, rank)
         self.local_heads, self.local_kv_heads = heads.local_heads, heads.local_kv_heads
         self.local_vocab, self.vocab = even_shard(model.vocab_size, tp, rank)
@@ -128,6 +131,8 @@ class Decoder:
         plan = plan_attention(
             positions, self.cos_sin, batch, self.attention_backend, self.dtype, block_size
         )
+        if self.has_few_rows and batch.max_query_len == 1 and len(input_ids) <= MAX_ROWS:
+            return self.decode_few(input_ids, plan, k_caches, v_caches)
         residual = self.embed_tokens(input_ids)
         x = rms_norm(residual, self.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
@@ -137,6 +142,42 @@ class Decoder:
             x = self.mlp(layer, x)
             x = add_rms_norm(x, residual, next_norms[index], eps)
         return x
+
+    def decode_few(
+        self,
+        input_ids: torch.Tensor,
+        plan: AttentionPlan,
+        k_caches: list[torch.Tensor],
+        v_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """forward() for few rows on a GPU: norms and gate are folded into the projections.
+
+        There the gaps between kernels weigh as much as the kernels (kernels/few_rows.py).
+        """
+        eps = self.model.rms_norm_eps
+        x, residual = self.embed_tokens(input_ids), None
+        for index, layer in enumerate(self.layers):
+            qkv, residual = add_norm_linear(
+                x, residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias
+            )
+            out = self_attention(
+                qkv,
+                plan,
+                k_caches[index],
+                v_caches[index],
+                self.head_shape,
+                layer.q_norm,
+                layer.k_norm,
+                eps,
+                reads_early=True,
+            )
+            x = self.group.all_reduce(linear_few(out, layer.o, layer.o_bias))
+            x, residual = add_norm_gate_up_silu(
+                x, residual, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias
+            )
+            x = self.group.all_reduce(linear_few(x, layer.down, layer.down_bias))
+        assert residual is not None, "a model has layers"
+        return add_rms_norm(x, residual, self.norm, eps)
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return [num_tokens, hidden]: each rank looks up its own ids, the sum has them all."""

@@ -1,7 +1,8 @@
 """The Triton kernels of kernels/few_rows.py, which says what they compute.
 
     rows_kernel   program = OUT_TILE rows of the weight, whole, times one vector after another
-    dot_kernel    program = (OUT_TILE rows of the weight, share of the columns), up to 16 vectors
+    dot_kernel    program = (OUT_TILE rows of the weight, share of the columns), up to 16 vectors,
+                  in kernels/few_rows_dot.py
     sum_kernel    adds the shares up, in their order
     norm_kernel   add + norm of one row, for the plans that keep it apart
 
@@ -17,7 +18,7 @@ from nanorunner.kernels.triton_support import jit, tl
 
 
 @jit()
-def _total_of(
+def total_of(
     x: tl.tensor,  # pointers, the places in them, and which of them this program keeps
     residual: tl.tensor,
     total: tl.tensor,
@@ -100,7 +101,7 @@ def rows_kernel(
             tile = first
             if start > 0:
                 tile = _weights_of(place + start, mask, IS_EVEN)
-            value = _total_of(
+            value = total_of(
                 x + row * x_stride + start + column,
                 residual + row * residual_stride + start + column,
                 total + row * NUM_IN + start + column,
@@ -132,115 +133,6 @@ def rows_kernel(
                 up += tl.load(bias + num_out + out_column, mask=in_range, other=0.0).to(tl.float32)
             result = result * tl.sigmoid(result) * up
         tl.store(out + row * num_out + out_column, result, mask=in_range)
-
-
-@jit(counts=("num_rows",))
-def dot_kernel(
-    x: tl.tensor,
-    residual: tl.tensor,
-    gain: tl.tensor,
-    weight: tl.tensor,
-    bias: tl.tensor,
-    out: tl.tensor,  # [rows, out] model dtype, or [SPLITS, rows, out] float32
-    total: tl.tensor,
-    x_stride: tl.tensor,
-    residual_stride: tl.tensor,
-    num_rows: tl.tensor,
-    num_out: tl.tensor,
-    num_in: tl.tensor,
-    eps: tl.tensor,
-    HAS_NORM: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_EVEN: tl.constexpr,
-    SPLITS: tl.constexpr,
-    ROW_TILE: tl.constexpr,
-    OUT_TILE: tl.constexpr,
-    IN_TILE: tl.constexpr,
-    IS_LATE: tl.constexpr,  # starts the next kernel only when all before this one have ended
-    USE_PDL: tl.constexpr,
-) -> None:
-    """A tile [rows, OUT_TILE] of the product, over one share of the columns."""
-    if USE_PDL and not IS_LATE:
-        gdc_launch_dependents()
-    out_column = tl.program_id(0) * OUT_TILE + tl.arange(0, OUT_TILE)
-    row = tl.arange(0, ROW_TILE)
-    column = tl.arange(0, IN_TILE)
-    in_range = out_column < num_out
-    is_row = row < num_rows
-    num_kept = tl.where(tl.program_id(0) == 0, num_in, 0)
-    share = tl.cdiv(tl.cdiv(num_in, SPLITS), IN_TILE) * IN_TILE
-    begin = tl.program_id(1) * share
-    end = tl.minimum(begin + share, num_in)
-
-    place = weight + out_column[:, None].to(tl.int64) * num_in + column[None, :]
-    up_place = place + tl.cast(num_out, tl.int64) * num_in
-    first_mask = in_range[:, None] & (begin + column < end)[None, :]
-    first = _weights_of(place + begin, first_mask, IS_EVEN)
-    first_up = first
-    if IS_GATED:
-        first_up = _weights_of(up_place + begin, first_mask, IS_EVEN)
-    if USE_PDL:
-        gdc_wait()
-        if IS_LATE:
-            gdc_launch_dependents()
-
-    x_place = x + row[:, None] * x_stride + column[None, :]
-    residual_place = residual + row[:, None] * residual_stride + column[None, :]
-    total_place = total + row[:, None] * num_in + column[None, :]
-    square = tl.zeros((ROW_TILE,), tl.float32)
-    mixed = tl.zeros((ROW_TILE, OUT_TILE), tl.float32)
-    mixed_up = tl.zeros((ROW_TILE, OUT_TILE), tl.float32)
-    # The first tile is multiplied last: it is already on its way, and a sum that does not start
-    # from zero would keep Triton from pipelining the loop.
-    for start in range(begin + IN_TILE, end, IN_TILE):
-        inside = start + column < end
-        mask = in_range[:, None] & inside[None, :]
-        x_mask = is_row[:, None] & inside[None, :]
-        tile = _weights_of(place + start, mask, IS_EVEN)
-        value = _total_of(
-            x_place + start, residual_place + start, total_place + start, x_mask,
-            (start + column < num_kept)[None, :], HAS_RESIDUAL,
-        )  # fmt: skip
-        if HAS_NORM:
-            wide = value.to(tl.float32)
-            square += tl.sum(wide * wide, axis=1)
-            grown = tl.load(gain + start + column, mask=inside, other=0.0).to(tl.float32)
-            value = (wide * grown[None, :]).to(value.dtype)
-        mixed = tl.dot(value, tl.trans(tile), mixed, input_precision="ieee")
-        if IS_GATED:
-            tile = _weights_of(up_place + start, mask, IS_EVEN)
-            mixed_up = tl.dot(value, tl.trans(tile), mixed_up, input_precision="ieee")
-
-    inside = begin + column < end
-    value = _total_of(
-        x_place + begin, residual_place + begin, total_place + begin,
-        is_row[:, None] & inside[None, :], (begin + column < num_kept)[None, :], HAS_RESIDUAL,
-    )  # fmt: skip
-    if HAS_NORM:
-        wide = value.to(tl.float32)
-        square += tl.sum(wide * wide, axis=1)
-        grown = tl.load(gain + begin + column, mask=inside, other=0.0).to(tl.float32)
-        value = (wide * grown[None, :]).to(value.dtype)
-    mixed += tl.dot(value, tl.trans(first), input_precision="ieee")
-    if IS_GATED:
-        mixed_up += tl.dot(value, tl.trans(first_up), input_precision="ieee")
-
-    if HAS_NORM:
-        scale = tl.rsqrt(square / num_in + eps)[:, None]
-        mixed = mixed * scale
-        mixed_up = mixed_up * scale
-    if HAS_BIAS:
-        mixed += tl.load(bias + out_column, mask=in_range, other=0.0).to(tl.float32)[None, :]
-    if IS_GATED:
-        if HAS_BIAS:
-            up_bias = tl.load(bias + num_out + out_column, mask=in_range, other=0.0)
-            mixed_up += up_bias.to(tl.float32)[None, :]
-        mixed = mixed * tl.sigmoid(mixed) * mixed_up
-    out_row = tl.program_id(1) * num_rows + row
-    out_place = out + out_row[:, None].to(tl.int64) * num_out + out_column[None, :]
-    tl.store(out_place, mixed, mask=is_row[:, None] & in_range[None, :])
 
 
 @jit()
@@ -294,7 +186,7 @@ def norm_kernel(
     if USE_PDL:
         gdc_wait()
     row = tl.program_id(0).to(tl.int64)
-    value = _total_of(
+    value = total_of(
         x + row * x_stride + column, residual + row * residual_stride + column,
         total + row * num_in + column, inside, inside, HAS_RESIDUAL,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 import yaml
 
-from nanorunner.kernels.triton_support import next_power_of_two, num_processors, shared_bytes
+from nanorunner.kernels.triton_support import next_power_of_two, num_processors
 
 MAX_ROWS = 16  # the rows of a matrix instruction's tile
 FOLDER = Path(__file__).parent.parent / "configs" / "kernels"
@@ -36,10 +36,9 @@ class FewRowsPlan(NamedTuple):
 
     kind: str
     out_tile: int = 16  # rows of the weight a program, of either half when gated
-    in_tile: int = 256  # columns of the weight a load
+    in_tile: int = 256  # columns of the weight a load; of a dot a multiple of 32 * num_warps
     num_splits: int = 1  # dot alone: programs that share the columns; they meet in a second launch
     num_warps: int = 4
-    num_stages: int = 1  # loads in flight of a dot
     is_fused: bool = True  # the norm inside; False: a kernel of its own before
 
 
@@ -53,10 +52,7 @@ def plan_few_rows(op: str, rows: int, weight: torch.Tensor, folder: Path = FOLDE
             plan = table.get((op, num_out, num_in, tuned_rows))
             if tuned_rows >= rows and plan is not None:
                 return plan
-    return default_plan(
-        op, rows, num_out, num_in, weight.element_size(), num_processors(device),
-        shared_bytes(device),
-    )  # fmt: skip
+    return default_plan(op, rows, num_out, num_in, weight.element_size(), num_processors(device))
 
 
 def default_plan(
@@ -66,7 +62,6 @@ def default_plan(
     num_in: int,
     item_bytes: int,
     processors: int,
-    shared_limit_bytes: int,
 ) -> FewRowsPlan:
     """Return the plan by rule: whole rows for one row, matrix tiles above."""
     halves = 2 if op == GATED else 1
@@ -81,21 +76,17 @@ def default_plan(
         elements = out_tile * in_tile * halves
         return FewRowsPlan(ROWS, out_tile, in_tile, 1, min(max(elements // 2048, 1), 8))
     if item_bytes == 4:
-        # Full float32 products run without tensor cores: small tiles, or registers spill.
-        return FewRowsPlan(DOT, 16, min(max(next_power_of_two(num_in), 16), 32), 1, 4, 2)
-    # Two halves and a norm at once do not fit the registers of a wider tile.
-    in_tile = min(max(next_power_of_two(num_in), 16), 64 if op == GATED else 256)
-    out_tile = 32 if num_out >= 64 * processors and op != GATED else 16
-    num_splits = 1
-    if op == PLAIN and num_in >= 4096:
-        while num_out // out_tile * num_splits < processors and num_splits < 8:
-            num_splits *= 2
-    num_stages = 4
-    # x, residual, gain and the weight's tiles, each num_stages times
-    tile_bytes = (2 * MAX_ROWS + 1 + halves * out_tile) * in_tile * item_bytes
-    while num_stages > 2 and num_stages * tile_bytes > shared_limit_bytes - 8192:
-        num_stages -= 1
-    return FewRowsPlan(DOT, out_tile, in_tile, num_splits, 4, num_stages, is_fused=rows <= 8)
+        return FewRowsPlan(CUBLAS, is_fused=False)  # matrix instructions have no full float32
+    out_tile = 8 if num_out < 16 * processors // 2 else 16
+    num_warps = min(max(next_power_of_two(num_in) // 32, 1), 8)
+    # 64 registers a thread hold weights: all of them, or a step and the next one.
+    elements = 128 * 32 * num_warps // (halves * out_tile)
+    in_tile = min(next_power_of_two(num_in), elements)
+    if in_tile < num_in:
+        in_tile = elements // 2
+    in_tile = max(in_tile, 32 * num_warps)
+    # Each program norms all of x again; where x is large, a kernel of its own costs less.
+    return FewRowsPlan(DOT, out_tile, in_tile, 1, num_warps, is_fused=rows * num_in <= 16384)
 
 
 def gpu_name(device: torch.device) -> str:

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from nanorunner.kernels.few_rows_kernels import dot_kernel, norm_kernel, rows_kernel, sum_kernel
+from nanorunner.kernels.few_rows_dot import CHUNK, dot_kernel
+from nanorunner.kernels.few_rows_kernels import norm_kernel, rows_kernel, sum_kernel
 from nanorunner.kernels.few_rows_plans import (
     CUBLAS,
     DOT,
@@ -50,8 +51,10 @@ def project_triton(
     assert 1 <= rows <= MAX_ROWS, "few_rows takes 1 to 16 rows"
     assert x.stride(1) == 1, "few_rows needs rows whose elements lie side by side"
     assert weight.is_contiguous(), "few_rows needs a contiguous weight"
+    is_compiled_float = x.is_cuda and x.dtype == torch.float32
     op = GATED if is_gated else PLAIN if norm is None else NORM
     plan = plan or plan_few_rows(op, rows, weight)
+    assert plan.kind != DOT or not is_compiled_float, "a dot of float32 does not fit a GPU program"
     total = x
     # Before its scale a row may pass float16's range, and a dot takes its operands in float16.
     is_wide = plan.kind == DOT and x.dtype == torch.float16
@@ -158,6 +161,7 @@ def _launch_dot(
     if num_splits > 1:
         product = torch.empty((num_splits, rows, num_out), dtype=torch.float32, device=x.device)
     options = launch_options(can_overlap(x.device))
+    whole = num_splits * plan.in_tile
     dot_kernel[(-(-num_out // plan.out_tile), num_splits)](
         x,
         x if residual is None else residual,
@@ -170,19 +174,21 @@ def _launch_dot(
         0 if residual is None else residual.stride(0),
         rows,
         num_out,
-        num_in,
         0.0 if norm is None else norm.eps,
+        NUM_IN=num_in,
         HAS_NORM=norm is not None,
         HAS_RESIDUAL=residual is not None,
         HAS_BIAS=bias is not None and num_splits == 1,
         IS_GATED=is_gated,
-        IS_EVEN=num_out % plan.out_tile == 0 and num_in % (plan.in_tile * num_splits) == 0,
-        SPLITS=num_splits,
-        ROW_TILE=MAX_ROWS,
+        IS_EVEN=num_out % plan.out_tile == 0 and num_in % whole == 0,
+        IS_RAGGED=num_in % CHUNK != 0,
+        NUM_STEPS=-(-num_in // whole),
+        ROW_TILE=8 if rows <= 8 and plan.out_tile >= 16 else 16,
         OUT_TILE=plan.out_tile,
-        IN_TILE=plan.in_tile,
+        DEPTH=plan.in_tile // (CHUNK * plan.num_warps),
+        WARPS=plan.num_warps,
         num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
+        num_stages=1,  # the kernel looks ahead itself
         IS_LATE=is_late and num_splits == 1,
         **options,
     )

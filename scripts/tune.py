@@ -1,8 +1,8 @@
 """Find the fastest kernel and tile of each projection of few rows on this GPU, and keep a table.
 
-    python scripts/tune.py [--models 0.6b,8b] [--tp 1,2] [--rows 1,8,2,4,16] [--seconds 140]
+    python scripts/tune.py [--models 0.6b,8b] [--tp 1,2] [--rows 1,8,16,4,2] [--seconds 190]
 
-Every candidate of kernels/few_rows.py is checked against plain PyTorch, then timed beside the
+Every candidate of kernels/few_rows.py is checked (scripts/tune_check.py), then timed beside the
 vendor's library in a CUDA graph of many launches, each over another weight, together larger than
 the L2 cache; so launches follow one another as they do in a decode, programmatic dependent launch
 included. The best of each shape goes to configs/kernels/ (or --table), where kernels/few_rows_plans
@@ -21,8 +21,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from datetime import datetime, timezone
 from functools import partial
 from multiprocessing import get_context
@@ -33,13 +32,8 @@ import torch
 from triton.runtime.jit import JITFunction
 
 from nanorunner.flags import Parser
-from nanorunner.kernels.few_rows import (
-    add_norm_gate_up_silu_reference,
-    add_norm_linear_reference,
-)
 from nanorunner.kernels.few_rows_plans import (
     CUBLAS,
-    DOT,
     FOLDER,
     GATED,
     NORM,
@@ -52,23 +46,27 @@ from nanorunner.kernels.few_rows_plans import (
     table_entry,
 )
 from nanorunner.kernels.few_rows_triton import Norm, project_triton
-from nanorunner.kernels.triton_support import next_power_of_two
 
 if TYPE_CHECKING:
     from scripts.bench_engine import describe_machine, write
     from scripts.bench_kernels import READ_BYTES_PER_S, graph_us, num_sets
+    from scripts.tune_check import excess, projection_truth
     from scripts.tune_fused import FAILURES, decode_lines, head_lines, warm, warm_tasks
+    from scripts.tune_plans import LIBRARY, candidates
 else:  # a script's own folder is where Python looks first; it is no package
     from bench_engine import describe_machine, write
     from bench_kernels import READ_BYTES_PER_S, graph_us, num_sets
+    from tune_check import excess, projection_truth
     from tune_fused import FAILURES, decode_lines, head_lines, warm, warm_tasks
+    from tune_plans import LIBRARY, candidates
 
 EPS = 1e-6
-TOLERANCE = 0.06  # of bfloat16 results near 1, rounded twice by the reference
 KINDS = ("rows", "decode", "head")
-COMPILE_TIMEOUT_S = 60.0
-LIBRARY = FewRowsPlan(CUBLAS, is_fused=False)
-FORMAT = "{:<6} {:>6} x {:<6} {:>4} {:>7} {:>8} {:>7} {:>6}  {}"
+COMPILE_TIMEOUT_S = 30.0
+FORMAT = "{:<5} {:>5} {:>5} {:>4} {:>5} {:>7}  {}"
+
+Shape = tuple[str, int, int]  # op, out, in
+Work = tuple[Shape, int, dict[FewRowsPlan, "Future[None]"]]  # shape, rows, its plans
 
 
 class Model(NamedTuple):
@@ -100,36 +98,6 @@ def projections(model: Model, tp: int) -> list[tuple[str, int, int]]:
     ]
 
 
-def candidates(op: str, rows: int, num_in: int) -> list[FewRowsPlan]:
-    """Return the plans worth a measurement, the likeliest first."""
-    halves = 2 if op == GATED else 1
-    whole = next_power_of_two(num_in)
-    plans = [LIBRARY]
-    if rows <= 4:
-        in_tiles = [whole] if whole <= 4096 else [4096, 2048]
-        if rows == 1 and num_in >= 2048:
-            in_tiles.append(1024)
-        for in_tile in in_tiles:
-            for elements in (8192, 16384, 4096) if rows == 1 else (8192, 16384):
-                for per_thread in (64, 32) if rows == 1 else (64,):
-                    out_tile = max(elements // halves // in_tile, 1)
-                    warps = max(out_tile * in_tile * halves // per_thread // 32, 1)
-                    if warps <= 16:
-                        plans.append(FewRowsPlan(ROWS, out_tile, in_tile, 1, warps))
-    if rows > 1:
-        is_normed = op != PLAIN
-        tiles = [(16, 256, 4, 3), (32, 128, 4, 4), (16, 128, 4, 5), (32, 256, 8, 3)]
-        for out_tile, in_tile, warps, stages in tiles:
-            for is_fused in (True, False) if is_normed else (True,):
-                # Two halves and the norm at once do not fit the registers of a wide tile.
-                if not (is_fused and op == GATED and in_tile > 128):
-                    plan = FewRowsPlan(DOT, out_tile, in_tile, 1, warps, stages, is_fused)
-                    plans.append(plan)
-        if op == PLAIN:
-            plans += [FewRowsPlan(DOT, 16, 256, splits, 4, 3) for splits in (2, 4)]
-    return list(dict.fromkeys(plans))
-
-
 class Problem(NamedTuple):
     """One projection of few rows, with inputs on the GPU."""
 
@@ -143,18 +111,10 @@ class Problem(NamedTuple):
         is_gated = self.op == GATED
         return project_triton(self.x, weight, None, plan, norm=self.norm, is_gated=is_gated)[0]
 
-    def error(self, plan: FewRowsPlan) -> float:
-        """Return the largest difference from plain PyTorch."""
-        weight = self.weights[0]
-        if self.norm is None:
-            expected = torch.nn.functional.linear(self.x, weight)
-        else:
-            arguments = (self.x, self.norm.residual, self.norm.weight, EPS, weight)
-            if self.op == GATED:
-                expected = add_norm_gate_up_silu_reference(*arguments)[0]
-            else:
-                expected = add_norm_linear_reference(*arguments)[0]
-        return float((self.launch(weight, plan).float() - expected.float()).abs().max())
+    def truth(self) -> torch.Tensor:
+        """Return what launch() of the first weight should, in float64."""
+        norm = (None, None, 0.0) if self.norm is None else self.norm
+        return projection_truth(self.x, self.weights[0], *norm, is_gated=self.op == GATED)
 
 
 def problem(op: str, rows: int, num_out: int, num_in: int, sets: int) -> Problem:
@@ -163,7 +123,9 @@ def problem(op: str, rows: int, num_out: int, num_in: int, sets: int) -> Problem
     x = torch.randn((rows, num_in), **options)
     norm = None
     if op != PLAIN:
-        norm = Norm(torch.randn((rows, num_in), **options), torch.ones(num_in, **options), EPS)
+        norm = Norm(
+            torch.randn((rows, num_in), **options), torch.rand(num_in, **options) + 0.5, EPS
+        )
     shape = (num_out, num_in)
     weights = [torch.randn(shape, **options).mul_(num_in**-0.5) for _ in range(sets)]
     return Problem(op, x, norm, weights)
@@ -189,62 +151,70 @@ def compile_plan(op: str, rows: int, num_out: int, num_in: int, plan: FewRowsPla
     project_triton(x, weight, None, plan, norm=norm, is_gated=op == GATED)
 
 
-def is_shared_with(plan: FewRowsPlan, num_out: int, num_in: int, rows: int) -> tuple[object, ...]:
-    """Return what of a shape enters a plan's compiled kernel."""
-    if plan.kind == ROWS:
-        return (num_in, rows)
-    return (num_out % plan.out_tile == 0, num_in % (plan.in_tile * plan.num_splits) == 0)
+def compiled_for(op: str, plan: FewRowsPlan, num_out: int, num_in: int, rows: int) -> object:
+    """Return what enters a plan's compiled kernels; shapes that agree in it share them."""
+    if plan.kind == CUBLAS:
+        return (plan.kind, num_in)  # the norm before it
+    share = rows if plan.kind == ROWS else rows <= 8
+    even = num_out % (plan.out_tile * (2 if op == GATED else 1)) == 0
+    return (op, plan, num_in, share, even)
 
 
 def best_of(
-    shape: tuple[str, int, int], rows: int, compiled: dict[FewRowsPlan, Future[None]], end_s: float
+    shape: Shape, rows: int, plans: list[FewRowsPlan]
 ) -> tuple[FewRowsPlan, float, dict[str, Any]] | None:
-    """Measure a shape's plans as they are compiled, print a line, return the best; None: no time.
+    """Measure a shape's plans, print a line, return the best; None when too few of them run.
 
-    A plan that differs from PyTorch is named and left out.
+    A plan that is wrong is named and left out.
     """
     op, num_out, num_in = shape
     num_bytes = num_out * num_in * 2
     case = problem(op, rows, num_out, num_in, num_sets(num_bytes))
+    truth = case.truth()
     times: dict[FewRowsPlan, float] = {}
-    for plan, future in compiled.items():
+    for plan in plans:
         try:
-            future.result(timeout=min(COMPILE_TIMEOUT_S, max(end_s - time.monotonic(), 0.01)))
-            error = case.error(plan)
-            if not error < TOLERANCE:
-                print(f"WRONG by {error:.3g}: {shape} rows {rows} {plan}", flush=True)
+            share = excess(case.launch(case.weights[0], plan), truth)
+            if share > 1.0:
+                print(f"WRONG by {share:.3g} bounds: {shape} rows {rows} {tuple(plan)}", flush=True)
                 continue
             times[plan] = graph_us([partial(case.launch, weight, plan) for weight in case.weights])
         except FAILURES as failure:
-            print(f"left out: {shape} rows {rows} {plan}: {failure}", flush=True)
+            print(f"left out: {shape} {rows} {tuple(plan)}: {str(failure)[:90]}", flush=True)
             torch.cuda.synchronize()
-        except FutureTimeoutError:
-            break
-    if len(times) < 2:
+    if LIBRARY not in times or len(times) < 2:
         return None
-    best = min(times, key=lambda plan: times[plan])
+    order = sorted(times, key=lambda plan: times[plan])
     floor_us = num_bytes / READ_BYTES_PER_S * 1e6
-    library_us = times[LIBRARY]
-    cells = (op, num_out, num_in, rows, f"{floor_us:.2f}", f"{library_us:.2f}")
-    share = f"{floor_us / times[best]:.0%}"
-    print(FORMAT.format(*cells, f"{times[best]:.2f}", share, tuple(best)), flush=True)
+    cells = (op, num_out, num_in, rows, f"{floor_us:.1f}", f"{times[LIBRARY]:.1f}")
+    texts = [f"{times[plan]:.2f} {plan_text(plan)}" for plan in order[:2]]
+    print(FORMAT.format(*cells, "  ".join(texts)), flush=True)
     line = {
         "op": op,
         "out": num_out,
         "in": num_in,
         "rows": rows,
         "floor_us": round(floor_us, 2),
-        "library_us": round(library_us, 2),
-        "plans": [[*plan, round(us, 2)] for plan, us in sorted(times.items(), key=lambda p: p[1])],
+        "library_us": round(times[LIBRARY], 2),
+        "plans": [[*plan, round(times[plan], 2)] for plan in order],
     }
-    return best, times[best], line
+    return order[0], times[order[0]], line
+
+
+def plan_text(plan: FewRowsPlan) -> str:
+    """Return a plan in a few letters: dot:16x1024/2w8+norm."""
+    if plan.kind == CUBLAS:
+        return plan.kind
+    splits = f"/{plan.num_splits}" if plan.num_splits > 1 else ""
+    apart = "" if plan.is_fused else "-apart"
+    return f"{plan.kind}:{plan.out_tile}x{plan.in_tile}{splits}w{plan.num_warps}{apart}"
 
 
 def all_shapes(args: argparse.Namespace) -> Iterator[tuple[tuple[str, int, int], int]]:
     """Yield ((op, out, in), rows), each once, the most wanted first."""
     seen = set()
-    for tp in args.tp:
-        for rows in args.rows:
+    for rows in args.rows:
+        for tp in args.tp:
             for name in args.models:
                 for shape in projections(MODELS[name], tp):
                     if (shape, rows) not in seen:
@@ -259,24 +229,20 @@ def tune_rows(
     path = args.table or FOLDER / f"{gpu_name(torch.device('cuda'))}.yaml"
     table = {key: (plan, 0.0) for key, plan in load_table(path).items()}
     futures: dict[object, Future[None]] = {}
-    work = []
+    work: list[Work] = []
     for shape, rows in all_shapes(args):
         op, num_out, num_in = shape
         compiled = {}
-        for plan in candidates(op, rows, num_in):
-            same = (op, plan, *is_shared_with(plan, num_out, num_in, rows))
+        for plan in candidates(op, rows, num_out, num_in):
+            same = compiled_for(op, plan, num_out, num_in, rows)
             if same not in futures:
                 futures[same] = pool.submit(compile_plan, op, rows, num_out, num_in, plan)
             compiled[plan] = futures[same]
         work.append((shape, rows, compiled))
     print(f"{len(work)} shapes, {len(futures)} kernels to compile", flush=True)
-    header = ("op", "out", "in", "rows", "floor", "library", "best", "share", "plan (us)")
-    print(FORMAT.format(*header), flush=True)
-    for shape, rows, compiled in work:
-        if time.monotonic() > end_s:
-            print("out of time; the rest was not measured", flush=True)
-            break
-        found = best_of(shape, rows, compiled, end_s)
+    print(FORMAT.format("op", "out", "in", "rows", "floor", "library", "best two (us)"))
+    for shape, rows, plans in as_compiled(work, end_s):
+        found = best_of(shape, rows, plans)
         if found is not None:
             plan, us, line = found
             key: Key = (*shape, rows)
@@ -284,6 +250,41 @@ def tune_rows(
             result["rows"].append(line)
             write_table(path, table)
             write(result, args.out)
+
+
+def as_compiled(work: list[Work], end_s: float) -> Iterator[tuple[Shape, int, list[FewRowsPlan]]]:
+    """Yield each shape once its plans are compiled, with those that compiled, until end_s.
+
+    When none becomes ready for COMPILE_TIMEOUT_S, the most wanted one goes with what it has.
+    """
+    waiting = list(work)
+    ready_by_s = time.monotonic() + COMPILE_TIMEOUT_S
+    while waiting:
+        now_s = time.monotonic()
+        if now_s > end_s:
+            print(f"out of time; {len(waiting)} shapes were not measured", flush=True)
+            return
+        ready = [item for item in waiting if all(future.done() for future in item[2].values())]
+        if not ready and now_s < ready_by_s:
+            missing = [f for _, _, compiled in waiting for f in compiled.values() if not f.done()]
+            wait(missing, timeout=min(end_s, ready_by_s) - now_s, return_when=FIRST_COMPLETED)
+            continue
+        item = (ready or waiting)[0]
+        waiting.remove(item)
+        shape, rows, compiled = item
+        yield shape, rows, [plan for plan, future in compiled.items() if is_good(plan, future)]
+        ready_by_s = time.monotonic() + COMPILE_TIMEOUT_S
+
+
+def is_good(plan: FewRowsPlan, future: Future[None]) -> bool:
+    """Return whether a plan is compiled; one that is not is named."""
+    if not future.done():
+        print(f"not compiled in time: {tuple(plan)}", flush=True)
+        return False
+    failure = future.exception()
+    if failure is not None:
+        print(f"left out: {tuple(plan)}: {str(failure)[:90]}", flush=True)
+    return failure is None
 
 
 def write_table(path: Path, table: dict[Key, tuple[FewRowsPlan, float]]) -> None:
@@ -349,9 +350,9 @@ def main(argv: list[str]) -> int:
 
     parser.add_argument("--models", type=lambda text: text.split(","), default=["0.6b", "8b"])
     parser.add_argument("--tp", type=numbers, default=[1, 2], help="split over so many ranks")
-    parser.add_argument("--rows", type=numbers, default=[1, 8, 2, 4, 16], help="rows of a step")
+    parser.add_argument("--rows", type=numbers, default=[1, 8, 16, 4, 2], help="rows of a step")
     parser.add_argument("--only", default=",".join(KINDS), help="what to measure")
-    parser.add_argument("--seconds", type=float, default=140.0, help="stop after so long")
+    parser.add_argument("--seconds", type=float, default=190.0, help="stop after so long")
     parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 2) - 2, 1))
     parser.add_argument("--table", type=Path, help="the table (default: configs/kernels/GPU.yaml)")
     parser.add_argument("--out", type=Path, help="write every measurement to this file, as JSON")

@@ -45,7 +45,8 @@ VOCAB = 151936
 MAX_KV_BYTES = 8e9
 # hidden, query heads, KV heads, head dim, intermediate: Qwen3-0.6B and Qwen3-8B on one rank
 SIZES = {"0.6b": (1024, 16, 8, 128, 3072), "8b": (4096, 32, 8, 128, 12288)}
-BATCHES = {1: (512, 1024, 4096), 8: (512, 1024, 4096), 64: (512, 1024, 4096)}
+LENGTHS = (512, 1024, 4096)
+BATCHES = (1, 8, 16, 64)
 OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 Attention = tuple[DecodePlan | None, bool]  # of fused_decode; a plan of None: two launches
@@ -56,7 +57,7 @@ def attentions(num_reqs: int, heads: tuple[int, int, int]) -> list[Attention]:
     default = plan_fused(num_reqs, *heads, 2, num_processors(torch.device("cuda")))
     if num_reqs == 1:
         shapes = [(16, 64, 4, 2), (64, 64, 4, 2), (32, 32, 2, 2), (32, 128, 8, 2)]
-    elif num_reqs == 8:
+    elif num_reqs <= 16:
         shapes = [(4, 64, 4, 3), (16, 64, 4, 2), (8, 32, 2, 3)]
     else:
         shapes = [(1, 64, 4, 3), (1, 32, 2, 3), (2, 64, 4, 2)]
@@ -183,8 +184,8 @@ def warm(kind: str, *task: Any) -> None:
 
 def decode_lines(end_s: float) -> Iterator[dict[str, Any]]:
     """Measure layers, print a line each and yield it, until the time is over."""
-    print("us a layer: floor, separate launches, few_rows, few_rows and fused_decode by plan")
-    cases = [(n, length, name) for n in BATCHES for length in BATCHES[n] for name in SIZES]
+    print("us a layer: floor, separate launches, few_rows, few_rows and the best fused_decode")
+    cases = [(n, length, name) for length in LENGTHS for n in BATCHES for name in SIZES]
     for num_reqs, length, name in cases:
         if time.monotonic() > end_s:
             print("out of time; the rest was not measured", flush=True)
@@ -199,7 +200,7 @@ def decode_lines(end_s: float) -> Iterator[dict[str, Any]]:
                 try:
                     fused.append((round(step.us(form, attention), 2), attention))
                 except FAILURES as failure:
-                    print(f"left out: {attention}: {failure}")
+                    print(f"left out: {attention}: {str(failure)[:90]}")
                     torch.cuda.synchronize()
         line = {
             "model": name,
@@ -210,8 +211,16 @@ def decode_lines(end_s: float) -> Iterator[dict[str, Any]]:
             "few_rows_us": round(few_us, 2),
             "fused": [[us, *(plan or ()), early] for us, (plan, early) in fused],
         }
-        print(*line.values(), flush=True)
+        print(name, num_reqs, length, *list(line.values())[3:-1], best_of(fused), flush=True)
         yield line
+
+
+def best_of(fused: list[tuple[float, Any]]) -> str:
+    """Return the fastest of (microseconds, plan) in a few words."""
+    if not fused:
+        return "-"
+    us, plan = min(fused, key=lambda pair: pair[0])
+    return f"{us} {tuple(plan)}"
 
 
 def head_plans(rows: int, hidden_size: int) -> list[HeadPlan]:
@@ -233,7 +242,7 @@ def head_state(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, tor
 
 def head_lines(end_s: float) -> Iterator[dict[str, Any]]:
     """Measure the head and the draw, print a line each and yield it, until the time is over."""
-    print("us of the head: floor, F.linear and sample_keys, lm_head_sample by plan")
+    print("us of the head: floor, F.linear and sample_keys, same keys, the best lm_head_sample")
     for name, size in SIZES.items():
         heads = [torch.randn((VOCAB, size[0]), **OPTIONS) for _ in range(4)]
         for rows in (1, 8, 64):
@@ -255,7 +264,7 @@ def head_lines(end_s: float) -> Iterator[dict[str, Any]]:
                     ]
                     fused.append((round(graph_us(list(launches)), 2), plan))
                 except FAILURES as failure:
-                    print(f"left out: {plan}: {failure}")
+                    print(f"left out: {plan}: {str(failure)[:90]}")
                     torch.cuda.synchronize()
             same = apart(heads[0]) == lm_head_sample(hidden, heads[0], *state)
             line = {
@@ -266,5 +275,5 @@ def head_lines(end_s: float) -> Iterator[dict[str, Any]]:
                 "same_keys": f"{int(same.sum())}/{rows}",
                 "fused": [[us, *plan] for us, plan in fused],
             }
-            print(*line.values(), flush=True)
+            print(*list(line.values())[:-1], best_of(fused), flush=True)
             yield line

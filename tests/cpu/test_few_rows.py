@@ -37,11 +37,12 @@ PLANS = {
     "whole rows": FewRowsPlan(ROWS, 4, 128),
     "rows in chunks": FewRowsPlan(ROWS, 2, 32),
     "one row a program": FewRowsPlan(ROWS, 1, 128, num_warps=1),
-    "dot": FewRowsPlan(DOT, 16, 32, num_stages=3),
-    "dot of one tile": FewRowsPlan(DOT, 16, 128),
-    "dot, norm apart": FewRowsPlan(DOT, 32, 16, is_fused=False),
-    "dot in 3 shares": FewRowsPlan(DOT, 16, 16, num_splits=3),
-    "dot in more shares than tiles": FewRowsPlan(DOT, 16, 64, num_splits=4),
+    "dot": FewRowsPlan(DOT, 16, 32, num_warps=1),
+    "dot of one step": FewRowsPlan(DOT, 16, 128, num_warps=2),
+    "dot of 8 rows a program": FewRowsPlan(DOT, 8, 64, num_warps=2),
+    "dot, norm apart": FewRowsPlan(DOT, 32, 32, num_warps=1, is_fused=False),
+    "dot in 3 shares": FewRowsPlan(DOT, 16, 32, num_splits=3, num_warps=1),
+    "dot in more shares than steps": FewRowsPlan(DOT, 16, 64, num_splits=4, num_warps=1),
     "library": FewRowsPlan(CUBLAS, is_fused=False),
 }
 # An odd width and height, a width of whole tiles, and one row of weight.
@@ -147,13 +148,15 @@ def test_a_row_of_large_numbers_does_not_overflow_float16() -> None:
 def test_the_default_plan_fits_every_shape(op: str, rows: int) -> None:
     for num_out, num_in in ((2, 1), (6, 7), (4096, 1024), (24576, 4096), (1024, 12288)):
         for item_bytes in (2, 4):
-            plan = default_plan(op, rows, num_out, num_in, item_bytes, 132, 99 * 1024)
+            plan = default_plan(op, rows, num_out, num_in, item_bytes, 132)
             assert plan.out_tile * plan.in_tile * 4 <= 2**17
             if plan.kind == DOT:
-                assert min(plan.in_tile, plan.out_tile) >= 16
+                assert plan.in_tile % (32 * plan.num_warps) == 0
                 halves = 2 if op == GATED else 1
-                tiles = (33 + halves * plan.out_tile) * plan.in_tile * item_bytes
-                assert plan.num_stages * tiles <= 99 * 1024
+                # 64 registers a thread of weights, two steps of them if there are two
+                steps = 2 if num_in > plan.in_tile else 1
+                words = halves * steps * plan.out_tile * plan.in_tile // 2
+                assert words <= 64 * 32 * plan.num_warps
 
 
 def test_on_a_cpu_the_public_functions_are_the_references() -> None:

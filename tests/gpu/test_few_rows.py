@@ -28,15 +28,25 @@ PLANS = {
     "by rule or table": None,
     "whole rows": FewRowsPlan(ROWS, 4, 4096, 1, 8),
     "rows in chunks": FewRowsPlan(ROWS, 8, 1024, 1, 8),
-    "dot": FewRowsPlan(DOT, 16, 64, 1, 4, 3),
-    "dot, norm apart": FewRowsPlan(DOT, 32, 64, 1, 4, 3, is_fused=False),
-    "dot in 4 shares": FewRowsPlan(DOT, 16, 64, 4, 4, 3),
+    "dot in one step": FewRowsPlan(DOT, 16, 2048, 1, 8),
+    "dot in steps": FewRowsPlan(DOT, 16, 128, 1, 4),
+    "dot of 8 rows a program": FewRowsPlan(DOT, 8, 256, 1, 4),
+    "dot, norm apart": FewRowsPlan(DOT, 32, 128, 1, 4, is_fused=False),
+    "dot in 4 shares": FewRowsPlan(DOT, 16, 128, 4, 4),
     "library": FewRowsPlan(CUBLAS, is_fused=False),
 }
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
+# Matrix instructions have no full float32: no plan by rule or table is a dot of it.
+PAIRS = [
+    pytest.param(plan, dtype, id=f"{name}, {dtype}")
+    for name, plan in PLANS.items()
+    for dtype in TOLERANCE
+    if plan is None or plan.kind != DOT or dtype != torch.float32
+]
+
+
+@pytest.mark.parametrize(("plan", "dtype"), PAIRS)
 @pytest.mark.parametrize(("out", "num_in"), [(2048, 1024), (1001, 1030)])
 def test_every_plan_equals_pytorch(
     out: int, num_in: int, plan: FewRowsPlan | None, dtype: torch.dtype

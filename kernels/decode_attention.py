@@ -61,8 +61,7 @@ def plan_decode(
     programs = num_reqs * num_kv_heads
     # About 4 programs a processor keep the memory busy; more splits only add to the combine.
     wanted = max(4 * processors // programs, 1)
-    most_splits = 64 if programs <= 2 else 32 if programs <= 4 else 16
-    num_splits = min(1 << (wanted.bit_length() - 1), most_splits)
+    num_splits = min(1 << (wanted.bit_length() - 1), 64 if programs <= 2 else 32)
     group, load = num_heads // num_kv_heads, programs / processors
     splits, min_share = FULL if load >= 3 else NEARLY_FULL
     if load >= 1 and max_seq_len > min_share:

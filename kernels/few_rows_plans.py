@@ -63,7 +63,10 @@ def default_plan(
     item_bytes: int,
     processors: int,
 ) -> FewRowsPlan:
-    """Return the plan by rule: whole rows for one row, matrix tiles above."""
+    """Return the plan by rule: whole rows for one row, matrix tiles for a few, then the library.
+
+    The rule must not lose to the library, and above 8 rows only a measured tile beats it.
+    """
     halves = 2 if op == GATED else 1
     num_out //= halves
     if rows == 1:
@@ -75,8 +78,8 @@ def default_plan(
             out_tile //= 2
         elements = out_tile * in_tile * halves
         return FewRowsPlan(ROWS, out_tile, in_tile, 1, min(max(elements // 2048, 1), 8))
-    if item_bytes == 4:
-        return FewRowsPlan(CUBLAS, is_fused=False)  # matrix instructions have no full float32
+    if rows > 8 or item_bytes == 4:  # matrix instructions have no full float32
+        return FewRowsPlan(CUBLAS, is_fused=False)
     out_tile = 8 if num_out < 16 * processors // 2 else 16
     num_warps = min(max(next_power_of_two(num_in) // 32, 1), 8)
     # 64 registers a thread hold weights: all of them, or a step and the next one.

@@ -80,16 +80,20 @@ def plan_fused(
     processors: int,
     max_seq_len: int = 0,
 ) -> DecodePlan:
-    """Return decode_attention's plan, with enough threads to hold a tile of K and V each."""
+    """Return decode_attention's plan, with smaller tiles for few requests: all of it is in flight.
+
+    Such a program has read its first tile before its input is there, and registers hold it.
+    """
     plan = plan_decode(
         num_reqs, num_heads, num_kv_heads, head_dim, item_bytes, processors, max_seq_len
     )
     if plan.num_splits == 1 or plan.min_share:
         return plan
-    _, columns = tile_shape(num_heads // num_kv_heads, head_dim)
-    warps = (
-        plan.tile_tokens * columns * item_bytes // 4096
-    )  # 32 registers a thread for each of K, V
+    rows, columns = tile_shape(num_heads // num_kv_heads, head_dim)
+    if item_bytes == 2 and rows <= 16 and columns <= 128:
+        return plan._replace(tile_tokens=32, num_warps=2, num_stages=2)
+    # 32 registers a thread for each of K, V
+    warps = plan.tile_tokens * columns * item_bytes // 4096
     return plan._replace(num_warps=max(plan.num_warps, warps), num_stages=2)
 
 

@@ -42,14 +42,22 @@ def serves(rows: int, lm_head: torch.Tensor) -> bool:
 
 
 def plan_head(rows: int, num_in: int, item_bytes: int) -> HeadPlan:
-    """Return the plan: one row multiplies whole rows of the head, more are a matrix product."""
+    """Return the plan: one row multiplies whole rows of the head, more are a matrix product.
+
+    Measured on an H200 with bfloat16 heads of 1,024 and 4,096 columns.
+    """
+    whole = next_power_of_two(num_in)
     if rows == 1:
-        return HeadPlan(16, min(next_power_of_two(num_in), 2048 // item_bytes), 8, 1)
+        in_tile, num_warps = (256, 4) if num_in <= 2048 else (512, 8)
+        return HeadPlan(32, min(whole, in_tile * 2 // item_bytes), num_warps, 1)
     if item_bytes == 4:
         # Full float32 products run without tensor cores: small tiles, or registers spill.
-        return HeadPlan(16, min(max(next_power_of_two(num_in), 16), 32), 4, 2)
-    in_tile = min(max(next_power_of_two(num_in), 16), 128)
-    return HeadPlan(64, in_tile, 4, 4 if rows <= 16 else 3)
+        return HeadPlan(16, min(max(whole, 16), 32), 4, 2)
+    if rows > 16:
+        return HeadPlan(64, min(max(whole, 16), 128), 8, 3)
+    if num_in <= 2048:
+        return HeadPlan(32, min(max(whole, 16), 256), 4, 3)
+    return HeadPlan(64, 128, 4, 4)
 
 
 def lm_head_sample(

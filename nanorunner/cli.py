@@ -1,4 +1,4 @@
-"""The command line: `python -m nanorunner [run|doctor] [flags]`.
+"""The command line: `python -m nanorunner [run|bench|doctor] [flags]`.
 
     --prompt        one completion each on stdout, nothing else
     a terminal      the chat shell (chat.py)
@@ -21,7 +21,7 @@ from nanorunner.did_you_mean import did_you_mean
 from nanorunner.exit_codes import INTERRUPTED, REFUSED, REQUEST_FAILED
 from nanorunner.flags import Parser, add_engine_flags, add_sampling_flags, parse_ids
 
-COMMANDS = ("run", "doctor")
+COMMANDS = ("run", "bench", "doctor")
 ABOUT = "A tensor-parallel LLM inference runtime to read, to measure and to keep."
 RUN_HELP = """\
 With --prompt it prints the completion; on a terminal it opens a chat shell; from a pipe it reads
@@ -29,7 +29,7 @@ one request a line (plain text, or JSON such as {"prompt": "Hello", "max_tokens"
 one JSON line for each, in the same order. An instruct model gets a prompt as a user's message, by
 its own chat template; --raw completes the text as it stands.
 Exit codes: 0 done, 1 a request failed, 2 refused before the start, 3 a rank died, 130 Ctrl-C.
-Commands: run (default), doctor."""
+Commands: run (default), bench, doctor."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,8 @@ def _dispatch(words: list[str]) -> int:
                 file=sys.stderr,
             )
             return REFUSED
-    return _doctor(words) if command == "doctor" else _run(words)
+    functions = {"run": _run, "bench": _bench, "doctor": _doctor}
+    return functions[command](words)
 
 
 def run_parser() -> Parser:
@@ -94,6 +95,13 @@ def _run(words: list[str]) -> int:
     from nanorunner.run_command import run
 
     return run(arguments)
+
+
+def _bench(words: list[str]) -> int:
+    _log_to_stderr(quiet=False)  # a command's own --quiet lowers it
+    from nanorunner.bench.cli import main as bench
+
+    return bench(words)
 
 
 def _doctor(words: list[str]) -> int:

@@ -14,28 +14,23 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from nanorunner import LLM, SamplingParams
+from nanorunner.bench.code_version import git_commit
+from nanorunner.bench.provenance import package_version
+from nanorunner.bench.workloads import WORKLOADS, Workload, make_workload
 from nanorunner.flags import Parser
-
-if TYPE_CHECKING:
-    from scripts.bench_workloads import WORKLOADS, Workload, make_workload
-else:  # a script's own folder is where Python looks first; it is no package
-    from bench_workloads import WORKLOADS, Workload, make_workload
 
 WARM_UP = "b8"
 GREEDY_LOADS = ("b1",)  # one stream, as a person reads it; the others sample
@@ -94,36 +89,6 @@ def describe_machine() -> dict[str, Any]:
         **{name: package_version(name) for name in ("nanorunner", "torch", "triton", "flash-attn")},
         "commit": git_commit(),
     }
-
-
-def package_version(name: str) -> str | None:
-    """Return an installed package's version, None when it is not there."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def git_commit() -> str | None:
-    """Return this checkout's commit, with "+changes" when files differ; None without git.
-
-    NANORUNNER_COMMIT names it where a copy of the tree without its history is measured.
-    """
-    if "NANORUNNER_COMMIT" in os.environ:
-        return os.environ["NANORUNNER_COMMIT"]
-    folder = Path(__file__).parent
-    try:
-        commit = _git(folder, "rev-parse", "--short=12", "HEAD")
-        return commit + ("+changes" if _git(folder, "status", "--porcelain") else "")
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", *arguments], cwd=folder, check=True, capture_output=True, text=True, timeout=10
-    )
-    return done.stdout.strip()
 
 
 def make_parser() -> argparse.ArgumentParser:

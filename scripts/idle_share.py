@@ -1,12 +1,15 @@
-"""How much of the time the GPU waits for the CPU in a steady decode of runner v2.
+"""How much of the time the GPU waits for the CPU: in a steady decode of runner v2, and in v1.
 
-    python scripts/idle_share.py [--model qwen3-0.6b] [--num-seqs 256] [--parts idle,sleep]
+    python scripts/idle_share.py [--model qwen3-0.6b] [--num-seqs 256] [--parts idle,sleep,ratio]
 
 idle: CUDA events stand before and after each step's graph; the share of the time between one
 step's last kernel and the next one's first. Whatever lies between them (the copy of a changed
 batch) counts as idle, so the figure is an upper bound.
 sleep: output tokens per second of the `nano` load as it is, and with 0.3 ms of sleep in every step
 on rank 0's CPU, in turns. What is hidden behind the GPU costs nothing.
+ratio: does v1's idle time explain how much faster v2 is? The `nano` load on both, in turns, and
+once more on v1 to find out how long the GPU works on each of its steps (busy_clock.py). A GPU
+that never waited would be 1 / (1 - idle share) times as fast.
 
 Needs a GPU. Prints one JSON line at the end.
 """
@@ -25,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanorunner import LLM
+from nanorunner.bench.workloads import make_workload
 from nanorunner.config import make_config
 from nanorunner.resolve import resolve
 from nanorunner.workers.cuda_graphs import Descriptor
@@ -32,16 +36,18 @@ from nanorunner.workers.messages import BLOCK_SIZE
 from nanorunner.workers.model_runner import ModelRunner
 
 if TYPE_CHECKING:
-    from scripts.bench_engine import measure
+    from scripts.bench_engine import WARM_UP, measure
     from scripts.bench_host import NUM_WARM, PROMPT_LEN, make_runner, make_scheduler
-    from scripts.bench_workloads import make_workload
+    from scripts.busy_clock import BusyClock
 else:  # a script's own folder is where Python looks first; it is no package
-    from bench_engine import measure
+    from bench_engine import WARM_UP, measure
     from bench_host import NUM_WARM, PROMPT_LEN, make_runner, make_scheduler
-    from bench_workloads import make_workload
+    from busy_clock import BusyClock
 
 SLEEP_S = 0.0003
-IDLE_LIMIT, SLOWDOWN_LIMIT = 0.03, 0.03
+IDLE_LIMIT, SLOWDOWN_LIMIT, RATIO_LIMIT = 0.03, 0.03, 0.05
+PARTS = ("idle", "sleep", "ratio")
+TEMPERATURE = 0.6
 
 
 def watch_graphs(runner: ModelRunner) -> list[tuple[Any, Any]]:
@@ -95,18 +101,23 @@ def idle_share(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def sleep_cost(args: argparse.Namespace) -> dict[str, Any]:
-    """Return output tokens per second with and without the sleep, and what it costs."""
-    rates: dict[str, list[float]] = {"plain": [], "with_sleep": []}
-    with LLM(
+def start_llm(args: argparse.Namespace, runner: str, memory_share: float) -> LLM:
+    """Return an engine with random weights for the `nano` load."""
+    return LLM(
         args.model,
-        runner="v2",
+        runner=runner,
         load_format="dummy",
         skip_tokenizer_init=True,
         prefix_cache=False,
         max_num_seqs=args.num_seqs,
-        gpu_memory_utilization=0.85,
-    ) as llm:
+        gpu_memory_utilization=memory_share,
+    )
+
+
+def sleep_cost(args: argparse.Namespace) -> dict[str, Any]:
+    """Return output tokens per second with and without the sleep, and what it costs."""
+    rates: dict[str, list[float]] = {"plain": [], "with_sleep": []}
+    with start_llm(args, "v2", 0.85) as llm:
         load = make_workload("nano", llm.resolved.runner_config.model.vocab_size)
         plain = llm.engine.step
 
@@ -114,13 +125,55 @@ def sleep_cost(args: argparse.Namespace) -> dict[str, Any]:
             time.sleep(SLEEP_S)
             return plain()
 
-        measure(llm, load, 0.6, 1)  # the first pass pays for what happens once
+        measure(llm, load, TEMPERATURE, 1)  # the first pass pays for what happens once
         for _ in range(args.repeats):
             for name, step in (("plain", plain), ("with_sleep", slow)):
                 llm.engine.step = step  # type: ignore[method-assign]
-                rates[name].append(measure(llm, load, 0.6, 1)["output_tokens_per_s"])
+                rates[name].append(measure(llm, load, TEMPERATURE, 1)["output_tokens_per_s"])
     before, after = (statistics.median(rates[name]) for name in ("plain", "with_sleep"))
     return {"nano_tokens_per_s": rates, "slowdown": round(1 - after / before, 4)}
+
+
+def runners_ratio(args: argparse.Namespace) -> dict[str, Any]:
+    """Return how much faster v2 is than v1, and how much v1's idle share lets expect.
+
+    Raises RuntimeError when the pass that times v1's steps did not run the same steps.
+    """
+    seconds: dict[str, list[float]] = {"v1": [], "v2": []}
+    with start_llm(args, "v1", 0.4) as one, start_llm(args, "v2", 0.4) as two:
+        vocab_size = one.resolved.runner_config.model.vocab_size
+        load, warm_up = (make_workload(name, vocab_size) for name in ("nano", WARM_UP))
+        for llm in (one, two):
+            measure(llm, warm_up, TEMPERATURE, 1)
+        num_steps = 0
+        for _ in range(args.repeats):
+            for name, llm in (("v1", one), ("v2", two)):
+                result = measure(llm, load, TEMPERATURE, 1)
+                seconds[name] += result["seconds"]
+                if name == "v1":
+                    num_steps = result["scheduler"]["steps"]
+        with BusyClock(rank_0(one)) as clock:
+            measure(one, load, TEMPERATURE, 1)
+        busy = clock.seconds()
+    if len(busy) != num_steps:
+        raise RuntimeError(f"{len(busy)} steps were timed, but a pass of v1 has {num_steps}")
+    v1_s, v2_s = (statistics.median(seconds[name]) for name in ("v1", "v2"))
+    predicted, measured = v1_s / sum(busy), v1_s / v2_s
+    return {
+        "nano_seconds": seconds,
+        "v1_steps": num_steps,
+        "v1_busy_s": round(sum(busy), 3),
+        "v1_steps_timed_with_gaps": clock.num_uncovered,
+        "v1_idle_share": round(1 - sum(busy) / v1_s, 4),
+        "predicted_v2_over_v1": round(predicted, 4),
+        "measured_v2_over_v1": round(measured, 4),
+        "measured_over_predicted": round(measured / predicted, 4),
+    }
+
+
+def rank_0(llm: LLM) -> Any:
+    """Return rank 0's own runner of an engine with one rank."""
+    return llm.engine._call.__self__.runner  # type: ignore[attr-defined]
 
 
 def main() -> int:
@@ -130,15 +183,17 @@ def main() -> int:
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--parts", default="idle,sleep")
+    parser.add_argument("--parts", default="idle,sleep", help=f"some of {', '.join(PARTS)}")
     args = parser.parse_args()
     parts = args.parts.split(",")
-    if unknown := set(parts) - {"idle", "sleep"}:
-        parser.error(f"parts: {', '.join(sorted(unknown))}: use idle, sleep or both")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"parts: {', '.join(sorted(unknown))}: use some of {', '.join(PARTS)}")
     if not torch.cuda.is_available():
         parser.error("no NVIDIA GPU was found; a CPU has no idle GPU to measure")
     result: dict[str, Any] = {"benchmark": "idle share"} | vars(args)
     result |= {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    if "ratio" in parts:
+        result |= runners_ratio(args)
     if "sleep" in parts:
         result |= sleep_cost(args)
     if "idle" in parts:
@@ -146,8 +201,12 @@ def main() -> int:
     for key, value in result.items():
         print(f"{key:24} {value}")
     print(json.dumps(result))
-    is_good = result.get("idle_share_depth_2", 0) < IDLE_LIMIT
-    return 0 if is_good and result.get("slowdown", 0) < SLOWDOWN_LIMIT else 1
+    is_good = (
+        result.get("idle_share_depth_2", 0) < IDLE_LIMIT
+        and result.get("slowdown", 0) < SLOWDOWN_LIMIT
+        and abs(result.get("measured_over_predicted", 1) - 1) <= RATIO_LIMIT
+    )
+    return 0 if is_good else 1
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 Folders say what a test needs: pure (no torch), cpu (torch), gpu (CUDA). A file whose need is
 missing is skipped by that name; with --fail-on-skip a skip in pure or cpu fails: CI runs both.
+A test marked program("chromium") needs that program too. Without it the test is skipped by name
+and nothing fails: .ci/run installs it where it can, so CI does not skip, a laptop may.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import importlib.util
 import os
+import shutil
 import signal
 import sys
 import time
@@ -24,6 +27,7 @@ import pytest
 LIMIT_S = 120.0
 HARD_LIMIT_EXTRA_S = 20.0  # then even a test that sits in a C++ wait is ended, with the whole run
 SETTLE_S = 5.0  # how long killed processes may take to vanish
+NEEDS_PROGRAM = "needs the program"
 OUR_NAMES = ("nanorunner", "sem.mp-", "psm_", "torch_")  # in /dev/shm
 TESTS = Path(__file__).parent
 # test files import their shared helpers by name, and so do the ranks that they start
@@ -36,6 +40,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit(seconds): hard limit of a test, else {LIMIT_S:g} s")
+    config.addinivalue_line("markers", "program(name): skipped where that program is not installed")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for marker in item.iter_markers("program"):
+            if shutil.which(marker.args[0]) is None:
+                item.add_marker(pytest.mark.skip(reason=f"{NEEDS_PROGRAM} {marker.args[0]}"))
 
 
 @pytest.hookimpl(wrapper=True)
@@ -105,7 +117,11 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 def _forbidden_skips(config: pytest.Config, reporter: Any) -> list[str]:
     if not config.getoption("--fail-on-skip"):
         return []
-    ids = [report.nodeid for report in reporter.stats.get("skipped", [])]
+    ids = [
+        report.nodeid
+        for report in reporter.stats.get("skipped", [])
+        if NEEDS_PROGRAM not in str(report.longrepr)
+    ]
     return [name for name in ids if "tests/gpu" not in name]
 
 

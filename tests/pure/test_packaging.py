@@ -57,6 +57,9 @@ def test_the_build_map_equals_the_folders_on_disk() -> None:
     package_dir = assigned(ROOT / "setup.py", "PACKAGE_DIR")
     assert isinstance(package_dir, dict)
     on_disk = {"nanorunner": "nanorunner"}
+    for folder in (ROOT / "nanorunner").iterdir():
+        if folder.is_dir() and not folder.is_symlink() and folder.name != "__pycache__":
+            on_disk[f"nanorunner.{folder.name}"] = f"nanorunner/{folder.name}"
     for name in LINKED:
         for folder in [ROOT / name, *(path for path in (ROOT / name).rglob("*") if path.is_dir())]:
             if folder.name != "__pycache__":
@@ -104,6 +107,7 @@ def test_the_wheel_holds_nanorunner_alone_and_runs_from_another_folder(tmp_path:
     assert {top for top in tops if not top.endswith(".dist-info")} == {"nanorunner"}
     for package, folder in {
         "nanorunner": "nanorunner",
+        "nanorunner/bench": "nanorunner/bench",
         **{f"nanorunner/{n}": n for n in LINKED},
     }.items():
         for suffix in ("*.py", "*.yaml"):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from nanorunner.bench.cli import COMMANDS, parser_of
 from nanorunner.cli import run_parser
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -44,6 +45,8 @@ def test_every_flag_that_a_page_names_exists(page: str) -> None:
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", text(page)))
     script_flags = {"--model", "--tp", "--loads"}  # of scripts/bench_engine.py
     known = set(run_parser().long_flags()) | script_flags
+    for name in COMMANDS:
+        known |= set(parser_of(name).long_flags())
     assert flags <= known, flags - known
 
 

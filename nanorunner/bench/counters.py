@@ -1,0 +1,101 @@
+"""What the engine counted while it was measured: the scheduler's books and the ranks' own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+from nanorunner.bench.metrics import RequestRecord
+from nanorunner.bench.resources import GIB, has_nvml, host_peak_gib, own_gpu_peak_gib
+from nanorunner.engine import Engine
+from nanorunner.workers.rank_counters import RankCounters
+
+
+class Reading(NamedTuple):
+    """All totals of an engine at one moment, no step in flight."""
+
+    scheduler: dict[str, int]
+    ranks: list[RankCounters] | None  # None: this engine does not ask its ranks
+
+
+def read(engine: Engine) -> Reading:
+    """Return the totals since the start."""
+    ask: Callable[[], list[RankCounters]] | None = getattr(engine, "counters", None)
+    return Reading(asdict(engine.stats), None if ask is None else ask())
+
+
+def count(
+    before: Reading,
+    after: Reading,
+    passes: Sequence[Sequence[RequestRecord]],
+    *,
+    skipped_idle_s: float,
+    num_gpus: int,
+) -> dict[str, Any]:
+    """Return a result's "counters", of all measured passes together."""
+    scheduler = {
+        name: total if name.startswith("peak") else total - before.scheduler[name]
+        for name, total in after.scheduler.items()
+    }
+    records = [record for one in passes for record in one]
+    finished = [record for record in records if record.is_finished]
+    known = scheduler["cached_tokens"] + scheduler["prefill_tokens"]
+    not_counted = {}
+    if num_gpus and not has_nvml():
+        not_counted["GPU use"] = "pynvml is not there; pip install nvidia-ml-py"
+    if after.ranks is None:
+        not_counted["graph steps, padding, other ranks' memory"] = "the engine does not ask for it"
+    return {
+        "requests": len(records),
+        "finished": len(finished),
+        "failed": len(records) - len(finished),
+        "input_tokens": sum(record.input_tokens for record in finished),
+        "output_tokens": sum(len(record.token_ids) for record in finished),
+        "skipped_idle_s": skipped_idle_s,
+        "scheduler": scheduler,
+        "prefix_hit_share": scheduler["cached_tokens"] / known if known else 0.0,
+        "graphs": _graphs(before.ranks, after.ranks),
+        "memory": _memory(after.ranks, num_gpus),
+        "not_counted": not_counted,
+    }
+
+
+def _graphs(
+    before: list[RankCounters] | None, after: list[RankCounters] | None
+) -> dict[str, Any] | None:
+    """Return rank 0's graph steps between two readings; every rank takes the same."""
+    if before is None or after is None:
+        return None
+    steps = Counter(after[0].graph_steps)
+    steps.subtract(before[0].graph_steps)
+    padded = after[0].padded_rows - before[0].padded_rows
+    rows = sum(count * _rows_of(name) for name, count in steps.items())
+    return {
+        "dispatched": {name: count for name, count in sorted(steps.items()) if count},
+        "padded_rows": padded,
+        "padded_share": padded / rows if rows else 0.0,
+    }
+
+
+def _rows_of(name: str) -> int:
+    """Return the rows that a graph computes: 8 of "plain 8", 0 of "eager", which has no graph."""
+    size = name.rpartition(" ")[2]
+    return int(size) if size.isdecimal() else 0
+
+
+def _memory(ranks: list[RankCounters] | None, num_gpus: int) -> dict[str, Any]:
+    gpu: list[float] | None = None
+    pinned: list[float] | None = None
+    if ranks is not None:
+        gpu = [rank.gpu_peak_bytes / GIB for rank in ranks if rank.gpu_peak_bytes is not None]
+        pinned = [rank.pinned_peak_bytes / GIB for rank in ranks if rank.pinned_peak_bytes]
+    elif num_gpus:
+        own = own_gpu_peak_gib()
+        gpu = None if own is None else [own]
+    return {
+        "host_peak_gib": host_peak_gib(),
+        "gpu_peak_gib": gpu or None,
+        "pinned_peak_gib": pinned or None,
+    }

@@ -1,0 +1,65 @@
+"""What a result says was counted is the measured passes' alone: neither start nor warm-up."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from nanorunner.bench.counters import Reading, count
+from nanorunner.bench.metrics import RequestRecord
+from nanorunner.bench.resources import ResourceMeter, host_peak_gib
+from nanorunner.bench.result import write_result
+from nanorunner.scheduler_stats import SchedulerStats
+from nanorunner.workers.rank_counters import RankCounters
+
+GIB = 1 << 30
+
+
+def reading(scale: int, graph_steps: dict[str, int], padded_rows: int) -> Reading:
+    stats = SchedulerStats(prefill_tokens=30 * scale, cached_tokens=10 * scale, peak_used_blocks=7)
+    ranks = [
+        RankCounters(graph_steps, padded_rows, 2 * GIB, GIB),
+        RankCounters(graph_steps, padded_rows, 3 * GIB, GIB),
+    ]
+    return Reading(asdict(stats), ranks)
+
+
+def test_counts_are_the_difference_of_two_readings_and_peaks_are_not() -> None:
+    done = RequestRecord(5, token_ids=[1, 2], finish_reason="length")
+    failed = RequestRecord(9, finish_reason="error: no room")
+    before = reading(1, {"plain 8": 100, "eager": 3}, padded_rows=50)
+    after = reading(3, {"plain 8": 110, "plain 16": 5, "eager": 3}, padded_rows=90)
+    counts = count(before, after, [[done, failed], [done]], skipped_idle_s=0.0, num_gpus=2)
+    assert (counts["requests"], counts["finished"], counts["failed"]) == (3, 2, 1)
+    assert (counts["input_tokens"], counts["output_tokens"]) == (10, 4)
+    assert counts["scheduler"]["prefill_tokens"] == 60
+    assert counts["scheduler"]["peak_used_blocks"] == 7
+    assert counts["prefix_hit_share"] == 20 / 80
+    graphs = counts["graphs"]
+    assert graphs["dispatched"] == {"plain 16": 5, "plain 8": 10}
+    assert graphs["padded_rows"] == 40
+    assert graphs["padded_share"] == 40 / (10 * 8 + 5 * 16)
+    assert counts["memory"]["gpu_peak_gib"] == [2.0, 3.0]
+    assert counts["memory"]["pinned_peak_gib"] == [1.0, 1.0]
+
+
+def test_the_meter_sees_a_busy_core_and_an_idle_one() -> None:
+    with ResourceMeter(num_gpus=0) as meter:
+        end_s = time.process_time() + 0.2
+        while time.process_time() < end_s:
+            pass
+    busy = meter.read().values["cpu_cores"]
+    with ResourceMeter(num_gpus=0) as meter:
+        time.sleep(0.2)
+    assert meter.read().values["cpu_cores"] < 0.5 * busy
+    assert host_peak_gib() > 0.01
+
+
+def test_a_result_file_is_replaced_whole_and_leaves_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "result.json"
+    path.write_text("old")
+    write_result(path, {"a": 1})
+    assert path.read_text() == '{\n "a": 1\n}\n'
+    assert os.listdir(tmp_path) == ["result.json"]

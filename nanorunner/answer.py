@@ -1,11 +1,14 @@
 """One prompt between its request and its output: ids as they come, and the text they make.
 
 engine.step() -> RequestUpdate -> Completion.add -> new text      (n of them for a prompt)
+                                        |
+                                        +-> Answer in the inbox of the run that waits for it
 Answer.output(), once all have finished
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -27,14 +30,14 @@ from nanorunner.workers.messages import Float32, RequestExtras, TokenLogprobs
 class Completion:
     """One of a prompt's completions as far as it has come. Owner: its Answer."""
 
-    def __init__(self, answer: Answer, text: Detokenizer | None) -> None:
-        self.request_id = -1  # set when it is queued
+    def __init__(self, answer: Answer) -> None:
+        self.request_id = -1  # set when it is queued, as text is
         self.token_ids: list[int] = []
         self.finish_reason: str | None = None
         self.logprobs: list[TokenLogprobs] = []  # one for each id, if asked for
         self.prompt_logprobs: TokenLogprobs | None = None
         self.embedding: Float32 | None = None
-        self.text = text
+        self.text: Detokenizer | None = None
         self._answer = answer
         self._unread: list[str] = []  # text that no reader of the stream has taken yet
 
@@ -45,7 +48,7 @@ class Completion:
         extras: RequestExtras | None = None,
     ) -> int | None:
         """Take the newest ids; return how many ids to keep when a stop string ended the text."""
-        self._answer.has_news = True
+        self._answer.announce()
         self.token_ids.extend(new_ids)
         if extras is not None:
             self._add_extras(extras)
@@ -94,15 +97,37 @@ class Answer:
         self.prompt_ids = prompt_ids
         self.params = params
         self.pooling = pooling
-        self.has_news = False  # set by each update, cleared by whoever reads it
         # None until the last completion has finished; then the first one's, or an error
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._num_unfinished = params.n
-        has_text = tokenizer is not None and params.detokenize and not pooling
-        self.completions = [
-            Completion(self, self._detokenizer() if has_text else None) for _ in range(params.n)
-        ]
+        self._has_text = tokenizer is not None and params.detokenize and not pooling
+        self._inbox: deque[Answer] = deque()  # of whoever reads the news; it is in there once
+        self._has_news = False
+        self.completions = [Completion(self) for _ in range(params.n)]
+
+    def begin(self, inbox: deque[Answer], *, streaming: bool) -> bool:
+        """Make ready for the first update; return whether the last one alone is enough.
+
+        Each update puts this answer into the inbox, unless it is there. streaming: ids and text are
+        read as they come, not only at the end.
+        """
+        self._inbox = inbox
+        if self._has_text:
+            for completion in self.completions:
+                completion.text = self._detokenizer(streaming)
+        # A stop string is found in the text, so that must grow with each id.
+        return not streaming and not (self._has_text and self.params.stop)
+
+    def announce(self) -> None:
+        """Tell the reader that there is something new."""
+        if not self._has_news:
+            self._has_news = True
+            self._inbox.append(self)
+
+    def take_news(self) -> None:
+        """Note that the reader has taken this answer out of its inbox."""
+        self._has_news = False
 
     @property
     def token_ids(self) -> list[int]:
@@ -170,7 +195,7 @@ class Answer:
         own = (found[i].logprob for found, i in zip(logprobs, completion.token_ids, strict=True))
         return replace(output, logprobs=logprobs, cumulative_logprob=sum(own))
 
-    def _detokenizer(self) -> Detokenizer:
+    def _detokenizer(self, streaming: bool) -> Detokenizer:
         assert self._tokenizer is not None, "text without a tokenizer is refused"
-        params = self.params
-        return Detokenizer(self._tokenizer, stop=params.stop, min_tokens=params.min_tokens)
+        stop, min_tokens = self.params.stop, self.params.min_tokens
+        return Detokenizer(self._tokenizer, stop, min_tokens, streaming=streaming)

@@ -54,6 +54,7 @@ def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> E
             result=ranks.result,
             defer_interrupt=ranks.defer_interrupt,
             runner=runner_config.runner,
+            counters=lambda: ranks.call_all("counters"),
         )
     except BaseException:
         ranks.close()

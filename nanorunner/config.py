@@ -22,6 +22,7 @@ CHOICES = {
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "dummy"),
     "attention_backend": ("auto", "torch", "triton", "flash_attn"),
+    "all_reduce": ("auto", "nccl", "peer"),
 }
 
 # Names that users bring along from vLLM, and the field that each one means here.
@@ -51,6 +52,7 @@ class Config:
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     load_format: str = "auto"  # auto | safetensors | dummy
     attention_backend: str = "auto"  # auto | torch | triton | flash_attn
+    all_reduce: str = "auto"  # of small tensors on GPUs: auto | nccl | peer
     enforce_eager: bool = False
     batch_invariant: bool = False  # slower; a request's ids never depend on its neighbours
     skip_tokenizer_init: bool = False  # token ids in, token ids out
@@ -162,4 +164,8 @@ def _check_pairs(config: Config) -> None:
         raise ValueError(
             f"attention_backend {config.attention_backend}: needs an NVIDIA GPU; with device cpu "
             f"use torch or auto"
+        )
+    if config.device == "cpu" and config.all_reduce != "auto":
+        raise ValueError(
+            f"all_reduce {config.all_reduce}: needs NVIDIA GPUs; with device cpu use auto"
         )

@@ -76,7 +76,12 @@ class Detokenizer:
         later ids are ignored, and num_tokens says how many of the request's ids to keep.
         """
         num_text_ids = max(0, len(new_ids) - (finish_reason == "stop"))
-        for token_id in new_ids[:num_text_ids]:
+        num_stepped = num_text_ids
+        if self._decode_at_end:
+            self._window += new_ids[:num_text_ids]
+            self.num_tokens += num_text_ids
+            num_stepped = 0
+        for token_id in new_ids[:num_stepped]:
             if self.stop_string is not None:
                 break
             self.num_tokens += 1

@@ -4,6 +4,9 @@
     step        -> scheduler.schedule -> call("step", wire) -> StepHandle   (until `depth` fly)
                    oldest StepHandle.result() -> scheduler.update -> [RequestUpdate]
 
+An update brings a request's newest id, unless the request is quiet: then all come with its last
+update, and a step of quiet requests alone makes nothing per request on the host.
+
 Token ids only; text is the caller's. Not for use by several threads at once. When a step fails
 the engine is broken: that call and every later one raise the same error, and only close() is left.
 """
@@ -12,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from nanorunner.intake import Intake
@@ -21,6 +25,7 @@ from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
 from nanorunner.scheduler_stats import SchedulerStats
 from nanorunner.workers.messages import StepHandle, StepOutput
+from nanorunner.workers.rank_counters import RankCounters
 
 
 class Engine:
@@ -30,7 +35,7 @@ class Engine:
     "step". result(handle) waits for its output. close() stops the ranks. seed is what requests
     without a seed draw theirs from.
     defer_interrupt is the one that `call` uses, so that a second Ctrl-C gets through both. runner:
-    which one the ranks have, so that what it lacks is refused.
+    which one the ranks have, so that what it lacks is refused. counters() asks every rank.
     """
 
     def __init__(
@@ -44,11 +49,13 @@ class Engine:
         result: Callable[[StepHandle], StepOutput] = lambda handle: handle.result(),
         defer_interrupt: DeferInterrupt | None = None,
         runner: str = "v2",
+        counters: Callable[[], list[RankCounters]] = list,
     ) -> None:
         self.scheduler = scheduler
         self._call = call
         self._close = close
         self._result = result
+        self._counters = counters
         self._defer_interrupt = defer_interrupt or DeferInterrupt()
         self._intake = Intake(scheduler, vocab_size, seed, runner)
         self._in_flight: deque[StepHandle] = deque()
@@ -62,24 +69,40 @@ class Engine:
         """What was scheduled so far."""
         return self.scheduler.stats
 
+    def counters(self) -> list[RankCounters]:
+        """Return what each rank has counted since its start, by rank; for between two steps."""
+        self._check_usable()
+        return self._counters()
+
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise the ValueError that add_request would raise, and queue nothing."""
         self._intake.check(prompt_ids, params)
 
-    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Queue a request and return its id; ValueError, with nothing queued, if it cannot run."""
+    def add_request(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, quiet: bool = False
+    ) -> int:
+        """Queue a request and return its id; ValueError, with nothing queued, if it cannot run.
+
+        quiet: one update at its end, with all ids, is enough. One that asks for log-probabilities,
+        which come with each id, is never quiet.
+        """
         if params.n > 1:
             raise ValueError(f"n {params.n}: here it must be 1; add_requests() takes more")
-        return self.add_requests(prompt_ids, params)[0]
+        return self.add_requests(prompt_ids, params, quiet=quiet)[0]
 
-    def add_requests(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[int]:
+    def add_requests(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, quiet: bool = False
+    ) -> list[int]:
         """Queue params.n requests for one prompt and return their ids; errors as in add_request.
 
         They share the prompt's full KV blocks by the prefix cache. The first alone brings the
         prompt's log-probabilities.
         """
         self._check_usable()
-        return [self._add(request) for request in self._intake.requests(prompt_ids, params)]
+        requests = self._intake.requests(prompt_ids, params)
+        for request in requests:
+            request.is_quiet = quiet and not request.brings_extras
+        return [self._add(request) for request in requests]
 
     def check_embedding(self, prompt_ids: Sequence[int], pooling: str) -> None:
         """Raise the ValueError that add_embedding would raise, and queue nothing."""
@@ -96,6 +119,10 @@ class Engine:
     def _add(self, request: Request) -> int:
         self.scheduler.add(request)
         return request.request_id
+
+    def stepping(self) -> AbstractContextManager[None]:
+        """Return a block for a loop of steps: it spares each of them the care for Ctrl-C anew."""
+        return self._defer_interrupt.standing()
 
     def has_unfinished(self) -> bool:
         """Whether step() has anything left to run, to read or to report."""

@@ -22,6 +22,7 @@ ENGINE_HELP = {
     "dtype": "of weights and arithmetic",
     "load_format": "dummy: random weights, nothing downloaded",
     "attention_backend": "who computes attention",
+    "all_reduce": "who adds up small tensors of several GPUs; auto takes peer memory if it works",
     "enforce_eager": "capture no CUDA graphs",
     "batch_invariant": "slower kernels, whose results never depend on what else is in the batch",
     "skip_tokenizer_init": "token ids in, token ids out",

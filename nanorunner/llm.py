@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
@@ -156,23 +157,28 @@ class LLM:
             )
         return self.tokenizer.encode(prompt.text)
 
-    def run(self, answers: Sequence[Answer]) -> Iterator[Answer]:
+    def run(self, answers: Sequence[Answer], *, streaming: bool = True) -> Iterator[Answer]:
         """Queue the answers and yield each whenever it has news; finished ones for the last time.
+
+        streaming: False says that nobody reads an answer before its end. Its ids then come all at
+        once, its text is made once, and a step in which nothing ends looks at no answer.
 
         When the caller stops early (an exception, Ctrl-C, a closed iterator), those unfinished
         are aborted and the engine stays usable. Other requests are served along the way.
         """
+        inbox: deque[Answer] = deque()  # filled by whoever steps the engine, another run too
         try:
             for answer in answers:
-                self._queue(answer)
-            running = list(answers)
-            while running:
-                self._step()
-                for answer in running:
-                    if answer.has_news:
-                        answer.has_news = False
-                        yield answer
-                running = [answer for answer in running if answer.finish_reason is None]
+                self._queue(answer, inbox, streaming)
+            num_unfinished = len(answers)
+            while num_unfinished:
+                while not inbox:
+                    self._step()
+                answer = inbox.popleft()
+                answer.take_news()
+                if answer.finish_reason is not None:
+                    num_unfinished -= 1
+                yield answer
         finally:
             self._abort(answers)
 
@@ -216,11 +222,12 @@ class LLM:
                 answers.append(self.prepare(prompt, its_params))
         return answers
 
-    def _queue(self, answer: Answer) -> None:
+    def _queue(self, answer: Answer, inbox: deque[Answer], streaming: bool) -> None:
+        quiet = answer.begin(inbox, streaming=streaming)
         if answer.pooling:
             ids = [self.engine.add_embedding(answer.prompt_ids, answer.pooling)]
         else:
-            ids = self.engine.add_requests(answer.prompt_ids, answer.params)
+            ids = self.engine.add_requests(answer.prompt_ids, answer.params, quiet=quiet)
         for completion, request_id in zip(answer.completions, ids, strict=True):
             completion.request_id = request_id
             self._completions[request_id] = completion
@@ -234,8 +241,11 @@ class LLM:
         num_tokens = 0
         # disable=None: no bar where stderr is not a terminal
         disable = None if use_tqdm else True
-        with tqdm(total=len(answers), desc=title, unit="prompt", disable=disable) as bar:
-            for answer in self.run(answers):
+        with (
+            tqdm(total=len(answers), desc=title, unit="prompt", disable=disable) as bar,
+            self.engine.stepping(),
+        ):
+            for answer in self.run(answers, streaming=False):
                 if answer.finish_reason is not None:
                     num_tokens += answer.num_tokens
                     seconds = max(bar.format_dict["elapsed"], 1e-9)

@@ -23,10 +23,10 @@ NO_ROW = -1
 
 
 class RequestUpdate(NamedTuple):
-    """What one engine step brought for one request."""
+    """What one engine step brought for one request; a quiet one has none before its last."""
 
     request_id: int
-    new_ids: list[int]  # a stopping id is included; the text layer hides it
+    new_ids: list[int]  # since its last update; a stopping id is included, the text layer hides it
     finish_reason: str | None  # None goes on; "stop", "length", "abort" or "error: ..."
     extras: RequestExtras | None = None  # log-probabilities, an embedding
 
@@ -44,9 +44,16 @@ class Request:
     stop_token_ids: frozenset[int]
     sampling: FullSampling
     pooling: str = ""  # "last" or "mean": it ends with its prompt, of which it is an embedding
+    is_quiet: bool = False  # it has one update, its last, with all its ids
     row: int = NO_ROW
     blocks: list[int] = field(default_factory=list)  # KV blocks of positions 0 and up
     digests: list[bytes] = field(default_factory=list)  # of its full blocks, made once each
+
+    @property
+    def brings_extras(self) -> bool:
+        """Whether its steps may bring it more than an id."""
+        sampling = self.sampling
+        return bool(self.pooling) or sampling.logprobs >= 0 or sampling.prompt_logprobs >= 0
 
     @property
     def reads_whole_prompt(self) -> bool:

@@ -29,6 +29,11 @@ DEFAULT_DEPTH = 2  # steps in flight: one runs while the next is prepared
 DEFAULT_NUM_REQS = 1024
 DEFAULT_MAX_MODEL_LEN = 4096  # a model's own 128k would size the KV cache for one such request
 FLASH_ATTENTION_MAX_HEAD_DIM = 256
+ALL_REDUCES = {
+    "auto": "peer memory for small tensors, if the GPUs reach each other's; nccl for the others",
+    "nccl": "nccl",
+    "peer": "peer memory for small tensors, nccl for the others",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +84,8 @@ def _resolve_device(config: Config, machine: Machine, notes: list[str]) -> Confi
         reason = f"{num_gpus} GPU(s) found" if machine.gpus else machine.cuda_problem
     else:
         reason = "as asked"
+    if device == "cpu" and config.all_reduce != "auto":
+        raise ValueError(f"all_reduce {config.all_reduce}: needs NVIDIA GPUs; use auto")
     if device == "cpu":
         notes.append(f"device cpu: {reason}; {machine.cores} core(s) for {config.tp} rank(s)")
         return replace(config, device=device)
@@ -254,6 +261,7 @@ def _runner_config(
         device=config.device,
         dtype=config.dtype,
         attention_backend=config.attention_backend,
+        all_reduce=config.all_reduce,
         enforce_eager=config.enforce_eager,
         batch_invariant=config.batch_invariant,
         max_num_seqs=config.max_num_seqs,
@@ -276,7 +284,9 @@ def _model_notes(config: Config, source: ModelSource, model: ModelConfig) -> lis
         graphs = "off: a CPU has none"
     elif config.enforce_eager:
         graphs = "off: --enforce-eager"
-    sums = {"cpu": "gloo", "cuda": "nccl"}[config.device] if config.tp > 1 else "none: one rank"
+    sums = "none: one rank"
+    if config.tp > 1:
+        sums = "gloo" if config.device == "cpu" else ALL_REDUCES[config.all_reduce]
     return [
         f"model {source.name}: {model.architecture}, {model.num_layers} layers, "
         f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}; {weights}",

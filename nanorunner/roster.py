@@ -37,6 +37,7 @@ class Roster:
         self.waiting: OrderedDict[int, Request] = OrderedDict()
         self.prefilling: list[int] = []
         self.decoding: Rows = NO_ROWS  # replaced, never changed in place: steps in flight keep it
+        self.leaving: list[int] = []  # rows that have ended, but are in a step in flight
         self.removed: list[int] = []  # request ids that the ranks must still be told to drop
 
     def running(self) -> Rows:
@@ -73,7 +74,7 @@ class Roster:
         request.blocks = hits + self.blocks.take(needed)
         del self.waiting[request.request_id]
         self.pools.take(request)
-        return self.table.occupy(request, len(hits) * self.block_size)
+        return self.table.occupy(request, len(hits) * self.block_size, self.has_prefix_cache)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold so many positions."""
@@ -85,12 +86,16 @@ class Roster:
         block = self.blocks.take(1)
         request.blocks += block
         self.table.block_end[row] += self.block_size
+        self.table.set_due(row)
         return request.request_id, np.array(block, dtype=np.int32).tobytes()
+
+    def due(self) -> Rows:
+        """The decoding rows that need a look before and after the next step."""
+        is_due = self.table.computed[self.decoding] >= self.table.due_at[self.decoding]
+        return self.decoding[is_due] if np.count_nonzero(is_due) else NO_ROWS
 
     def publish_ready(self, rows: Rows) -> list[int]:
         """Publish, and return, these rows' blocks that are full, enqueued and of known ids."""
-        if not self.has_prefix_cache:
-            return []
         table, size = self.table, self.block_size
         settled = np.minimum(table.known[rows], table.computed[rows])
         published: list[int] = []
@@ -104,6 +109,7 @@ class Roster:
                 if self.blocks.prefix_cache.publish(block, request.digests[index]):
                     published.append(block)
             table.publish_end[row] = (full + 1) * size
+            table.set_due(row)
         return published
 
     def end(self, request: Request) -> None:
@@ -117,7 +123,9 @@ class Roster:
             del self.waiting[request.request_id]
             return
         self.table.alive[row] = False
-        if self.table.unread[row] == 0:
+        if self.table.is_unread(row):
+            self.leaving.append(row)
+        else:
             self._release(row)
 
     def preempt(self, row: int) -> None:
@@ -137,12 +145,16 @@ class Roster:
         if self.prefilling:
             self.prefilling = [row for row in self.prefilling if alive[row]]
 
-    def release_read(self, rows: Rows) -> None:
-        """Release those of a read step's rows that have ended and that no other step contains."""
-        table = self.table
-        is_gone = ~table.alive[rows] & (table.unread[rows] == 0) & (table.request_id[rows] >= 0)
-        for row in rows[is_gone].tolist():
-            self._release(row)
+    def release_read(self) -> None:
+        """Release the rows that have ended and that no step in flight contains any more."""
+        if not self.leaving:
+            return
+        leaving, self.leaving = self.leaving, []
+        for row in leaving:
+            if self.table.is_unread(row):
+                self.leaving.append(row)
+            else:
+                self._release(row)
 
     def _release(self, row: int) -> None:
         request = self.table.vacate(row)
@@ -167,4 +179,6 @@ class Roster:
             assert table.requests[row] is request, f"row {row} is another request's"
             has_ended = request.request_id not in self.requests
             assert bool(table.alive[row]) != has_ended, f"row {row} ended, or has not"
-            assert row in going or table.unread[row] > 0, f"row {row} is held for nothing"
+            assert (row in self.leaving) == has_ended, f"row {row} leaves, or does not"
+            assert table.due_at[row] == table.when_due(row), f"row {row} is looked at too late"
+            assert row in going or table.is_unread(row), f"row {row} is held for nothing"

@@ -127,7 +127,7 @@ def _answer(llm: LLM, rows: list[Row], arguments: Namespace) -> int:
             writer.fail(row, str(error))
     index_of = {id(answer): index for index, answer in answers.items()}
     try:
-        for answer in llm.run(list(answers.values())):
+        for answer in llm.run(list(answers.values()), streaming=writer.streams):
             writer.take(rows[index_of[id(answer)]], answer)
     except Exception as error:
         # whatever ended the engine: each unfinished row says so in its place, then it goes up
@@ -170,14 +170,14 @@ class _Writer:
         self._rows = rows
         self._as_json = as_json
         is_single = len(rows) == 1 and (rows[0].params is None or rows[0].params.n == 1)
-        self._streams = is_single and not as_json and has_text
+        self.streams = is_single and not as_json and has_text
         self._done: dict[int, str] = {}  # finished, by index, until those before are printed
         self._next = 0  # the first index that is not printed yet
         self._over: set[int] = set()
 
     def take(self, row: Row, answer: Answer) -> None:
         """Take an answer's news; print what is complete."""
-        if self._streams:
+        if self.streams:
             print(answer.take_text(), end="", flush=True)
         if answer.finish_reason is None:
             return
@@ -189,7 +189,7 @@ class _Writer:
             self._finish(row, result_row(row, output))
         elif self._has_text:
             texts = [completion.text for completion in output.outputs]
-            self._finish(row, "" if self._streams else "\n".join(texts))
+            self._finish(row, "" if self.streams else "\n".join(texts))
         else:
             lists = [",".join(map(str, completion.token_ids)) for completion in output.outputs]
             self._finish(row, "\n".join(lists))

@@ -3,14 +3,16 @@
 A steady decode step of 256 requests must cost microseconds on rank 0, so what every step reads of
 every request is a column, and a step is a few vector operations over the rows in its batch.
 
-    row   request_id  known  computed  limit  block_end  publish_end  min_len  unread  alive ...
-     0            17    300       299    812        512          512      300       1   True
+    row   request_id  known  computed  limit  block_end  publish_end  due_at  last_step  alive ...
+     0            17    300       299    812        512          512     511       1041   True
      1            -1      (free)
 
 known     ids the host has; the row's ids are token_ids[row, :known]
 computed  positions whose KV is written by a step that has been enqueued
           decoding: computed == known + samples in flight - 1; prefilling: computed < known
-A row is reused only when no step that contains it is unread.
+due_at    a decoding row with fewer computed positions than this needs no look: no new block, no
+          end by length, no block to publish; so one comparison passes over nearly all rows
+A row is reused only when the last step that contains it has been read.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from nanorunner.workers.messages import Int32
 
 Rows = npt.NDArray[np.int64]
 NO_IDS: Int32 = np.empty(0, dtype=np.int32)
+NEVER = 1 << 62  # beyond every position
 
 
 class RunningTable:
@@ -38,13 +41,13 @@ class RunningTable:
         self.limit = np.zeros(num_rows, dtype=np.int64)  # ids at which it ends by length
         self.block_end = np.zeros(num_rows, dtype=np.int64)  # positions its blocks have room for
         self.publish_end = np.zeros(num_rows, dtype=np.int64)  # end of its next block to publish
-        self.min_len = np.zeros(num_rows, dtype=np.int64)  # no stop before so many ids
-        self.unread = np.zeros(num_rows, dtype=np.int64)  # steps in flight that contain it
+        self.due_at = np.zeros(num_rows, dtype=np.int64)
+        self.last_step = np.full(num_rows, -1, dtype=np.int64)  # id of the last that contains it
         self.alive = np.zeros(num_rows, dtype=np.bool_)  # False: ended, or free
-        self.obeys_eos = np.zeros(num_rows, dtype=np.bool_)
-        self.has_stop_ids = np.zeros(num_rows, dtype=np.bool_)
+        self.is_quiet = np.zeros(num_rows, dtype=np.bool_)  # tells nothing before its end
         # [num_rows, max_model_len]; memory is committed only where ids are written.
         self.token_ids: Int32 = np.empty((num_rows, max_model_len), dtype=np.int32)
+        self.last_read = -1  # id of the last step whose output is here
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -52,8 +55,11 @@ class RunningTable:
         """Rows that occupy() can hand out."""
         return len(self._free)
 
-    def occupy(self, request: Request, num_cached: int) -> int:
-        """Move a waiting request, its blocks already set, into a free row and return the row."""
+    def occupy(self, request: Request, num_cached: int, publishes: bool) -> int:
+        """Move a waiting request, its blocks already set, into a free row and return the row.
+
+        publishes: whether its full blocks go to the prefix cache.
+        """
         row = self._free.pop()
         ids = request.token_ids
         self.requests[row] = request
@@ -62,12 +68,11 @@ class RunningTable:
         self.computed[row] = num_cached
         self.limit[row] = request.limit
         self.block_end[row] = len(request.blocks) * self.block_size
-        self.publish_end[row] = num_cached + self.block_size
-        self.min_len[row] = request.min_len
-        self.unread[row] = 0
+        self.publish_end[row] = num_cached + self.block_size if publishes else NEVER
+        self.set_due(row)
+        self.last_step[row] = -1
         self.alive[row] = True
-        self.obeys_eos[row] = not request.ignore_eos
-        self.has_stop_ids[row] = bool(request.stop_token_ids)
+        self.is_quiet[row] = request.is_quiet
         self.token_ids[row, : len(ids)] = ids
         request.token_ids = NO_IDS
         request.row = row
@@ -83,10 +88,31 @@ class RunningTable:
         """The row's known ids, a view."""
         return self.token_ids[row, : self.known[row]]
 
+    def output_ids(self, row: int) -> list[int]:
+        """The row's generated ids, a copy."""
+        output: list[int] = self.ids(row)[self.request(row).prompt_len :].tolist()
+        return output
+
+    def is_unread(self, row: int) -> bool:
+        """Whether a step in flight contains the row."""
+        return bool(self.last_step[row] > self.last_read)
+
+    def set_due(self, row: int) -> None:
+        """Note when the row needs a look; to be called after each change of what that depends on.
+
+        Seen from before the step that makes `computed` one more: its last block is full at
+        block_end, it samples its last id at limit - 2, and it may publish from publish_end - 1 on.
+        """
+        self.due_at[row] = self.when_due(row)
+
+    def when_due(self, row: int) -> int:
+        """How many computed positions make a decoding row due."""
+        return int(min(self.block_end[row], self.limit[row] - 2, self.publish_end[row] - 1))
+
     def vacate(self, row: int) -> Request:
         """Free the row and return its request, which has no row and no ids any more."""
         request = self.request(row)
-        assert self.unread[row] == 0, f"row {row} is freed while a step in flight reads it"
+        assert not self.is_unread(row), f"row {row} is freed while a step in flight reads it"
         self.requests[row] = None
         self.request_id[row] = -1
         self.alive[row] = False

@@ -6,9 +6,12 @@
 
 schedule() fills one step in this order: a token for every decoding request, chunks for prompts
 that are on their way, then new prompts, all in the same batch, until the budget is used. update()
-takes in what a step sampled. With depth 2 a step is scheduled while the one before it is unread:
-the ids it continues from exist on the devices only, so here a request's `computed` runs ahead of
-its `known`. A stop found late then drops one sampled id; an end by length is foreseen.
+takes in what a step sampled and returns an update for each request that has something to tell; a
+quiet one has only its last, with its whole output, so a step makes no object for it before.
+
+With depth 2 a step is scheduled while the one before it is unread: the ids it continues from exist
+on the devices only, so here a request's `computed` runs ahead of its `known`. A stop found late
+then drops one sampled id; an end by length is foreseen.
 
 Rows and blocks return when the last step that contains the request has been read. When blocks are
 short and a step is unread, schedule() returns None: reading it may free some. So a preempted
@@ -28,11 +31,11 @@ from nanorunner.admission import add_chunk, admit
 from nanorunner.block_manager import BlockManager
 from nanorunner.request import NO_ROW, Request, RequestUpdate
 from nanorunner.roster import NO_ROWS, Roster
-from nanorunner.running_table import Rows, RunningTable
+from nanorunner.running_table import NO_IDS, Rows, RunningTable
 from nanorunner.sampled_ids import SampledIds
 from nanorunner.scheduler_stats import SchedulerStats
 from nanorunner.step_plan import ScheduledStep, StepPlan
-from nanorunner.workers.messages import BLOCK_SIZE, Int32, StepInput, StepOutput
+from nanorunner.workers.messages import BLOCK_SIZE, Int32, RequestExtras, StepInput, StepOutput
 
 # Without a Python call: 256 of those would cost more than all the rest of a step.
 _make_update: Callable[[tuple[object, ...]], RequestUpdate] = partial(tuple.__new__, RequestUpdate)
@@ -86,7 +89,10 @@ class Scheduler:
         self._ids = SampledIds(vocab_size, eos_token_ids)
         self._unread: deque[ScheduledStep] = deque()
         self._next_step_id = 0
-        self._last_decode_ids: Int32 | None = None  # of the last step, if all had one token
+        # The last step's rows, if each had one token, and their request ids. The roster replaces
+        # its decoding rows when any of them changes, so the same array is the same batch.
+        self._last_decodes: Rows | None = None
+        self._last_decode_ids: Int32 = NO_IDS
         self._sampled_bytes = b""  # for the next StepInput, runner v1
         self._failed: list[RequestUpdate] = []
 
@@ -142,6 +148,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request; ValueError as in check_prompt_fits, with nothing queued."""
         self.check_prompt_fits(request.prompt_len, 0 if request.pooling else 1)
+        assert not (request.is_quiet and request.brings_extras), "each step's extras are told"
+        self._ids.add(request)
         self.roster.add(request)
 
     def end(self, request_id: int) -> bool:
@@ -164,8 +172,11 @@ class Scheduler:
         """Return the next step, or None when nothing can run (before older steps are read)."""
         assert len(self._unread) < self.depth, f"{len(self._unread)} steps are unread"
         roster, plan = self.roster, StepPlan(self.max_num_batched_tokens)
-        if not self._grow_decodes(plan):
-            return None
+        due = roster.due()
+        if due.size:
+            if not self._grow_decodes(plan, due):
+                return None
+            due = due[roster.table.alive[due]]
         plan.budget -= len(roster.decoding)
         self._continue_prefills(plan)
         # Blocks that a preemption freed belong to those who were short of them.
@@ -173,13 +184,12 @@ class Scheduler:
             admit(roster, plan, self.max_num_seqs, self.stats)
         if not roster.decoding.size and not plan.chunks:
             return None
-        return self._seal(plan)
+        return self._seal(plan, due)
 
-    def _grow_decodes(self, plan: StepPlan) -> bool:
+    def _grow_decodes(self, plan: StepPlan, due: Rows) -> bool:
         """Give a block to each decode that has filled its last; False: read a step first."""
-        roster = self.roster
-        table, rows = roster.table, roster.decoding
-        needy = rows[table.computed[rows] == table.block_end[rows]]
+        roster, table = self.roster, self.roster.table
+        needy = due[table.computed[due] == table.block_end[due]]
         if needy.size > roster.blocks.num_free:
             if self._unread:
                 return False
@@ -200,7 +210,8 @@ class Scheduler:
                     f"error: the next token needs {present + 1} KV blocks of "
                     f"{roster.block_size}, but the KV cache has {present}"
                 )
-                self._failed.append(RequestUpdate(request.request_id, [], reason))
+                untold = table.output_ids(request.row) if request.is_quiet else []
+                self._failed.append(RequestUpdate(request.request_id, untold, reason))
                 self._end(request)
             else:
                 # The oldest is never taken while another is left, so someone always finishes.
@@ -222,11 +233,12 @@ class Scheduler:
             left = self.roster.prefilling
             self.roster.prefilling = [row for row in left if row not in plan.completed]
 
-    def _seal(self, plan: StepPlan) -> ScheduledStep:
-        """Advance every row in the batch and return the finished step."""
+    def _seal(self, plan: StepPlan, due: Rows) -> ScheduledStep:
+        """Advance every row in the batch and return the finished step; due: among its decodes."""
         roster, table = self.roster, self.roster.table
         rows = sample_rows = decodes = roster.decoding
         pooled_rows = NO_ROWS
+        is_same_batch = not plan.chunks and decodes is self._last_decodes
         table.computed[decodes] += 1
         if plan.chunks:
             chunk_rows = np.array([row for row, _ in plan.chunks], dtype=np.int64)
@@ -235,8 +247,10 @@ class Scheduler:
             completed = np.array(plan.completed, dtype=np.int64)
             sample_rows = np.concatenate((decodes, completed[~is_pooled]))
             pooled_rows = completed[is_pooled]
-        table.unread[rows] += 1
-        sample_ids = table.request_id[sample_rows]
+            due = np.concatenate((due, chunk_rows))
+        table.last_step[rows] = self._next_step_id
+        sample_ids = self._last_decode_ids if is_same_batch else table.request_id[sample_rows]
+        self._last_decodes, self._last_decode_ids = None if plan.chunks else rows, sample_ids
         removed, roster.removed = roster.removed, []
         sampled_ids, self._sampled_bytes = self._sampled_bytes, b""
         step_input = StepInput(
@@ -244,28 +258,26 @@ class Scheduler:
             removed=np.array(removed, dtype=np.int32).tobytes() if removed else b"",
             new=tuple(plan.new),
             new_blocks=tuple(plan.new_blocks),
-            batch=self._pack_batch(plan, rows, sample_ids),
+            batch=None if is_same_batch else self._pack_batch(plan, rows),
             sampled_ids=sampled_ids,
         )
         self._next_step_id += 1
 
         # A row whose sample will reach its limit is foreseen to end: it is not launched again.
-        goes_on = table.computed[sample_rows] + 1 < table.limit[sample_rows]
-        roster.decoding = sample_rows if goes_on.all() else sample_rows[goes_on]
+        roster.decoding = sample_rows
+        if due.size and np.count_nonzero(table.computed[due] + 1 >= table.limit[due]):
+            goes_on = table.computed[sample_rows] + 1 < table.limit[sample_rows]
+            roster.decoding = sample_rows[goes_on]
         # Last, so that a block is visible from the next step on, whose reads follow its writes.
-        published = roster.publish_ready(rows)
+        published = roster.publish_ready(due) if due.size else []
         step = ScheduledStep(step_input, rows, sample_rows, sample_ids, pooled_rows, published)
         self._unread.append(step)
         used_blocks = roster.blocks.num_blocks - roster.blocks.num_free
         self.stats.count_step(len(decodes), plan.num_prefill_tokens, used_blocks)
         return step
 
-    def _pack_batch(self, plan: StepPlan, rows: Rows, sample_ids: Int32) -> bytes | None:
-        """Return the (request id, tokens) pairs, or None for the last batch, one token each."""
-        last = self._last_decode_ids
-        self._last_decode_ids = None if plan.chunks else sample_ids
-        if not plan.chunks and last is not None and np.array_equal(last, sample_ids):
-            return None
+    def _pack_batch(self, plan: StepPlan, rows: Rows) -> bytes:
+        """Return the (request id, tokens) pairs."""
         pairs = np.ones((len(rows), 2), dtype=np.int32)
         pairs[:, 0] = self.roster.table.request_id[rows]
         if plan.chunks:
@@ -280,37 +292,64 @@ class Scheduler:
     # One step comes back.
 
     def update(self, output: StepOutput) -> list[RequestUpdate]:
-        """Take in the oldest unread step's output; return what it brought each live request.
+        """Take in the oldest unread step's output; return what it has to tell of live requests.
 
         Raises RuntimeError when the runner answered another step or other requests.
         """
         roster, table = self.roster, self.roster.table
         step = self._unread.popleft()
         new_ids = self._ids.check(step, output)
-        table.unread[step.rows] -= 1
-        rows, request_ids = step.sample_rows, step.sample_ids
+        table.last_read = step.step_input.step_id
+        rows = step.sample_rows
         if self._send_sampled_ids:
             self._sampled_bytes = new_ids.tobytes()
-        alive = table.alive[rows]
-        if not alive.all():
+        if roster.leaving:  # else all that were in the step are alive
+            alive = table.alive[rows]
             self.stats.dropped_ids += len(rows) - int(np.count_nonzero(alive))
-            rows, request_ids, new_ids = rows[alive], request_ids[alive], new_ids[alive]
+            rows, new_ids = rows[alive], new_ids[alive]
 
-        known = table.append(rows, new_ids)
-        is_stop = self._ids.are_stops(table, rows, new_ids)
-        is_done = is_stop | (known >= table.limit[rows])
+        is_full = table.append(rows, new_ids) >= table.limit[rows]
+        reasons: dict[int, str] = {}  # of the rows whose request ends, "stop" before "length"
+        if np.count_nonzero(is_full):
+            reasons = dict.fromkeys(rows[is_full].tolist(), "length")
+        for row in self._ids.stopped(table, rows, new_ids):
+            reasons[row] = "stop"
 
-        reasons: list[str | None] = [None] * len(rows)
-        for at in np.flatnonzero(is_done).tolist():
-            reasons[at] = "stop" if is_stop[at] else "length"
-            self._end(table.request(int(rows[at])))
-        embeddings = self._end_pooled(step, output) if step.pooled_rows.size else []
-        roster.forget_ended()
-        roster.release_read(step.rows)
-        ids, lists = request_ids.tolist(), [[new_id] for new_id in new_ids.tolist()]
-        more = repeat(None, len(ids)) if output.extras is None else map(output.extras.get, ids)
-        updates = list(map(_make_update, zip(ids, lists, reasons, more, strict=True)))
-        return updates + embeddings if embeddings else updates
+        updates = self._tell(rows, new_ids, reasons, output.extras)
+        for row in reasons:
+            self._end(table.request(row))
+        if step.pooled_rows.size:
+            updates += self._end_pooled(step, output)
+        if reasons or step.pooled_rows.size:
+            roster.forget_ended()
+        roster.release_read()
+        return updates
+
+    def _tell(
+        self,
+        rows: Rows,
+        new_ids: Int32,
+        reasons: dict[int, str],
+        extras: dict[int, RequestExtras] | None,
+    ) -> list[RequestUpdate]:
+        """Return an update for each row that ends, with its reason, and for each not quiet."""
+        table = self.roster.table
+        is_quiet = table.is_quiet[rows]
+        num_quiet = int(np.count_nonzero(is_quiet))
+        updates: list[RequestUpdate] = []
+        if num_quiet < len(rows):
+            if num_quiet:
+                rows, new_ids = rows[~is_quiet], new_ids[~is_quiet]
+            ids, lists = table.request_id[rows].tolist(), [[new_id] for new_id in new_ids.tolist()]
+            why = map(reasons.get, rows.tolist()) if reasons else repeat(None, len(ids))
+            more = map(extras.get, ids) if extras else repeat(None, len(ids))
+            updates = list(map(_make_update, zip(ids, lists, why, more, strict=True)))
+        if num_quiet:
+            for row, reason in reasons.items():
+                if table.is_quiet[row]:
+                    request_id = int(table.request_id[row])
+                    updates.append(RequestUpdate(request_id, table.output_ids(row), reason))
+        return updates
 
     def _end_pooled(self, step: ScheduledStep, output: StepOutput) -> list[RequestUpdate]:
         """End the requests whose embedding this step has brought."""

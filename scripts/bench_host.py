@@ -90,7 +90,7 @@ def make_scheduler(config: RunnerConfig, num_blocks: int, num_tokens: int) -> Sc
     engine = Engine(scheduler, lambda *_: None, vocab_size=vocab_size)  # only to queue them
     for _ in range(config.max_num_seqs):
         prompt = random.integers(3, min(vocab_size, 10_000), PROMPT_LEN).tolist()
-        engine.add_request(prompt, params)
+        engine.add_request(prompt, params, quiet=True)  # as LLM.generate queues them
     return scheduler
 
 

@@ -45,7 +45,9 @@ def make_steady_scheduler(num_seqs: int, num_tokens: int, depth: int) -> Schedul
     for request_id in range(num_seqs):
         prompt: Int32 = random.integers(3, VOCAB, random.integers(100, 1000)).astype(np.int32)
         sampling = params.for_sampler(seed=0)
-        scheduler.add(make_request(request_id, prompt, params, sampling, max_model_len))
+        request = make_request(request_id, prompt, params, sampling, max_model_len)
+        request.is_quiet = True  # as generate() queues them
+        scheduler.add(request)
     return scheduler
 
 

@@ -22,6 +22,7 @@ WORKERS = (
     "prompt_logprobs",
     "cuda_graphs",
     "distributed",
+    "peer_reducer",
     "device",
     "models/decoder",
 )

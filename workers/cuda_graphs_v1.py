@@ -7,6 +7,7 @@ and slot -1: it reads and writes nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +30,8 @@ class DecodeGraphs:
     def __init__(self, runner: ModelRunner) -> None:
         config = runner.config
         self.sizes = capture_sizes(config.max_num_seqs)
-        self.num_replays = dict.fromkeys(self.sizes, 0)  # size -> steps served by its graph
+        self.dispatched: Counter[str] = Counter()  # "decode 8", "eager": steps so far
+        self.padded_rows = 0  # computed in vain
         max_blocks = -(-config.max_model_len // BLOCK_SIZE)
         rows = config.max_num_seqs
         device = runner.device.torch_device
@@ -88,5 +90,6 @@ class DecodeGraphs:
         self.slot_mapping[:num_reqs] = batch.slot_mapping
         self.slot_mapping[num_reqs:size] = -1
         self.graphs[size].replay()
-        self.num_replays[size] += 1
+        self.dispatched[f"decode {size}"] += 1
+        self.padded_rows += size - num_reqs
         return self.logits[size][:num_reqs]

@@ -3,10 +3,12 @@
 The process group is made directly, not by init_process_group: rank 0 is the user's own process,
 which may have a default group of its own or hold two engines at once, and a group that failed must
 leave nothing global behind. NCCL on GPUs, gloo over the loopback on CPUs: same calls, same order.
+Small tensors on GPUs go through peer memory instead (peer_reducer.py), where the GPUs allow it.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +19,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
+from nanorunner.kernels.peer_all_reduce import sum_in_rank_order
+from nanorunner.kernels.rms_norm import add_rms_norm
+from nanorunner.workers.peer_memory import PeerMemoryUnavailable
+from nanorunner.workers.peer_reducer import PeerReducer
+
+AUTO, NCCL, PEER = "auto", "nccl", "peer"  # who sums small tensors on GPUs
+GIVE_UP_AFTER_S = 3600.0  # far longer than any step may take, and than a job is stopped for
 # Our watcher decides when a peer is dead and aborts. torch's own handling would end the process,
 # and rank 0's process belongs to the user.
 NCCL_QUIET = {
@@ -26,6 +35,8 @@ NCCL_QUIET = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "NCCL_NVLS_ENABLE": "0",  # no NVLink multicast: a crash in it can take the whole fabric down
 }
+
+logger = logging.getLogger("nanorunner")
 
 
 class Group:
@@ -40,13 +51,22 @@ class Group:
         timeout_s: float,
         *,
         sums_in_rank_order: bool = False,
+        all_reduce: str = NCCL,
+        give_up_after_s: float = GIVE_UP_AFTER_S,
     ) -> None:
+        """Meet the other ranks; waits as long as the store does.
+
+        all_reduce: on GPUs, AUTO sends small tensors through peer memory if that works and says in
+        the log if not, PEER raises PeerMemoryUnavailable if not. give_up_after_s: how long a kernel
+        waits there for another rank's data.
+        """
         self.rank = rank
         self.tp = tp
         self.device = device
         # The libraries add in an order that follows from a tensor's size, so from the batch.
         self._sums_in_rank_order = sums_in_rank_order and tp > 1
         self._group: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
+        self.peers: PeerReducer | None = None
         if tp == 1:
             return
         if store is None:
@@ -57,16 +77,36 @@ class Group:
         else:
             self._group = _gloo_group(store, rank, tp, timeout)
         # the first collective connects the ranks: better here than inside a measured step
-        self.all_reduce(torch.zeros(1, device=device))
+        self._reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM)
+        if device.type == "cuda" and all_reduce != NCCL:
+            self.peers = self._open_peers(store, all_reduce, give_up_after_s)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks, in place, and return it."""
+        if self.peers is not None and self.peers.try_sum(x):
+            return x
         if self._sums_in_rank_order:
-            return x.copy_(_sum_in_order(self.all_gather(x[None], dim=0)))
+            return x.copy_(sum_in_rank_order(self.all_gather(x[None], dim=0).unbind()))
         return self._reduce(x, dist.ReduceOp.SUM)
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add the sum of x over the ranks to residual in place, and return the norm of that.
+
+        x and residual are [n, hidden], weight is [hidden]; what is in x afterwards is not said.
+        """
+        # The fused kernel adds squares up in an order of its own, and serves small batches alone.
+        if self.peers is not None and not self._sums_in_rank_order:
+            normed = self.peers.try_add_rms_norm(x, residual, weight, eps)
+            if normed is not None:
+                return normed
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum of x over the ranks, in place."""
+        if self.peers is not None and self.peers.try_max(x):
+            return x
         return self._reduce(x, dist.ReduceOp.MAX)
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -99,28 +139,51 @@ class Group:
         work.wait()
         return parts
 
+    def check(self) -> None:
+        """Raise RuntimeError when a kernel of this rank has given up waiting for another rank.
+
+        For whoever reads results: those of a graph replay come from no call that could raise.
+        """
+        if self.peers is not None:
+            self.peers.check()
+
     def abort(self) -> None:
         """Make a collective that waits for a dead peer return; called from the watcher's thread.
 
-        NCCL kernels spin on the device until told; gloo notices by itself when a peer's socket
-        closes, so killing the peers is enough there.
+        Kernels spin on the device until told; gloo notices by itself when a peer's socket closes,
+        so killing the peers is enough there.
         """
+        if self.peers is not None:
+            self.peers.abort()
         if self._group is not None and self.device.type == "cuda":
             self._group.abort()
 
     def close(self) -> None:
         """Leave the group; a second call does nothing. Legal only after the last collective."""
+        peers, self.peers = self.peers, None
+        if peers is not None:
+            peers.close()
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()  # shutdown() would wait for peers, which may already have left
 
-
-def _sum_in_order(parts: torch.Tensor) -> torch.Tensor:
-    """Return parts[0] + parts[1] + ... in float32, one after the other."""
-    total = parts[0].float()
-    for part in parts[1:]:
-        total = total + part
-    return total
+    def _open_peers(self, store: Store, wanted: str, give_up_after_s: float) -> PeerReducer | None:
+        """Return the way through peer memory, on all ranks or on none."""
+        try:
+            peers = PeerReducer(store, self.rank, self.tp, self.device, give_up_after_s)
+        except PeerMemoryUnavailable as error:
+            if wanted == PEER:
+                raise
+            if self.rank == 0:
+                logger.warning("all-reduce: NCCL alone, as there is no peer memory: %s", error)
+            return None
+        if self.rank == 0:
+            logger.info(
+                "all-reduce: peer memory, one shot up to %d KiB, two up to %d KiB; NCCL above",
+                peers.sizes.one_shot >> 10,
+                max(peers.sizes) >> 10,
+            )
+        return peers
 
 
 def _gloo_group(store: Store, rank: int, tp: int, timeout: timedelta) -> Any:

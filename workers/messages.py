@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from nanorunner.workers.full_sampling import FullSampling
 from nanorunner.workers.model_config import ModelConfig
+from nanorunner.workers.rank_counters import RankCounters
 
 BLOCK_SIZE = 256  # token slots in one KV block, the card's figure
 
@@ -132,12 +133,17 @@ class Runner(Protocol):
     def step(self, wire: tuple[Any, ...]) -> StepHandle | None:
         """Run one step; rank 0 gets a handle, the other ranks None."""
 
+    def counters(self) -> RankCounters:
+        """Return what this rank has counted since its start."""
+
     def close(self) -> None:
         """Free what this rank holds; a second call does nothing."""
 
 
 # The methods a frame may name. Those with a reply send (frame, "ok", value) over the rank's pipe.
-METHODS_WITH_REPLY = frozenset({"load_model", "profile", "allocate_kv", "capture", "close"})
+METHODS_WITH_REPLY = frozenset(
+    {"load_model", "profile", "allocate_kv", "capture", "counters", "close"}
+)
 METHODS = METHODS_WITH_REPLY | {"step"}
 
 
@@ -165,4 +171,5 @@ class RunnerConfig:
     seed: int
     step_timeout_s: float
     start_timeout_s: float
+    all_reduce: str = "auto"  # of small tensors on GPUs: auto | nccl | peer
     batch_invariant: bool = False  # results never depend on who shares the batch, not by a bit

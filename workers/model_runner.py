@@ -130,6 +130,7 @@ class ModelRunner(RunnerStages):
 
     def step(self, wire: tuple[Any, ...]) -> PendingStep | None:
         """Enqueue one step; rank 0 gets its handle, before the device has begun."""
+        self.group.check()  # a replay raises nothing when its all-reduce has given up
         step_input = StepInput.from_wire(wire)
         if self._apply(step_input):
             self._begin_batch()

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.workers.cuda_graphs import EAGER
 from nanorunner.workers.cuda_graphs_v1 import DecodeGraphs
 from nanorunner.workers.device import Device, Download
 from nanorunner.workers.distributed import Group
@@ -119,6 +120,7 @@ class ModelRunner(RunnerStages):
 
     def step(self, wire: tuple[Any, ...]) -> FinishedStep | None:
         """Apply one StepInput, run it to its end and return rank 0's handle."""
+        self.group.check()  # a replay raises nothing when its all-reduce has given up
         step_input = StepInput.from_wire(wire)
         seqs = self.sequences.apply(step_input)
         is_prefill = any(seq.num_scheduled_tokens > 1 or not seq.samples for seq in seqs)
@@ -233,6 +235,8 @@ class ModelRunner(RunnerStages):
             if inputs.logits_rows is not None:
                 hidden = hidden[inputs.logits_rows]
             local_logits = self.compute_local_logits(hidden)
+            if self.graphs is not None:
+                self.graphs.dispatched[EAGER] += 1
         else:
             local_logits = self.graphs.replay(inputs)
         parts = self.group.gather(local_logits)

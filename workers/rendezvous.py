@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from nanorunner.workers.distributed import Group
+from nanorunner.workers.distributed import GIVE_UP_AFTER_S, Group
 from nanorunner.workers.messages import RunnerConfig
 
 HOST = "127.0.0.1"
@@ -49,6 +49,9 @@ def join_group(config: RunnerConfig, rank: int, port: int) -> Group:
         device,
         COLLECTIVE_TIMEOUT_S,
         sums_in_rank_order=config.batch_invariant,
+        all_reduce=config.all_reduce,
+        # The watcher speaks first: its clock leaves out the time when the job was stopped.
+        give_up_after_s=max(GIVE_UP_AFTER_S, 2 * config.step_timeout_s),
     )
 
 

@@ -24,6 +24,7 @@ from nanorunner.workers.distributed import Group
 from nanorunner.workers.messages import KvRoom, RunnerConfig
 from nanorunner.workers.models.decoder import Decoder
 from nanorunner.workers.profile import measure_kv_room
+from nanorunner.workers.rank_counters import RankCounters, read_counters
 from nanorunner.workers.weights import load_weights
 
 
@@ -107,6 +108,12 @@ class RunnerStages(ABC):
     @abstractmethod
     def capture_graphs(self) -> Any:
         """Return what holds the decode graphs, captured if has_graphs."""
+
+    def counters(self) -> RankCounters:
+        """Return what this rank has counted since its start; for between two steps."""
+        if self.graphs is None:
+            return read_counters({}, 0)
+        return read_counters(self.graphs.dispatched, self.graphs.padded_rows)
 
     def close(self) -> None:
         """Free graphs, cache and weights, and leave the group; a second call does nothing."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from nanorunner.bench.metrics import RequestRecord
-from nanorunner.bench.resources import GIB, has_nvml, host_peak_gib, own_gpu_peak_gib
+from nanorunner.bench.resources import GIB, has_nvml, host_peak_gib
 from nanorunner.engine import Engine
 from nanorunner.workers.rank_counters import RankCounters
 
@@ -17,13 +17,12 @@ class Reading(NamedTuple):
     """All totals of an engine at one moment, no step in flight."""
 
     scheduler: dict[str, int]
-    ranks: list[RankCounters] | None  # None: this engine does not ask its ranks
+    ranks: list[RankCounters]
 
 
 def read(engine: Engine) -> Reading:
     """Return the totals since the start."""
-    ask: Callable[[], list[RankCounters]] | None = getattr(engine, "counters", None)
-    return Reading(asdict(engine.stats), None if ask is None else ask())
+    return Reading(asdict(engine.stats), engine.counters())
 
 
 def count(
@@ -45,8 +44,6 @@ def count(
     not_counted = {}
     if num_gpus and not has_nvml():
         not_counted["GPU use"] = "pynvml is not there; pip install nvidia-ml-py"
-    if after.ranks is None:
-        not_counted["graph steps, padding, other ranks' memory"] = "the engine does not ask for it"
     return {
         "requests": len(records),
         "finished": len(finished),
@@ -57,17 +54,13 @@ def count(
         "scheduler": scheduler,
         "prefix_hit_share": scheduler["cached_tokens"] / known if known else 0.0,
         "graphs": _graphs(before.ranks, after.ranks),
-        "memory": _memory(after.ranks, num_gpus),
+        "memory": _memory(after.ranks),
         "not_counted": not_counted,
     }
 
 
-def _graphs(
-    before: list[RankCounters] | None, after: list[RankCounters] | None
-) -> dict[str, Any] | None:
+def _graphs(before: list[RankCounters], after: list[RankCounters]) -> dict[str, Any]:
     """Return rank 0's graph steps between two readings; every rank takes the same."""
-    if before is None or after is None:
-        return None
     steps = Counter(after[0].graph_steps)
     steps.subtract(before[0].graph_steps)
     padded = after[0].padded_rows - before[0].padded_rows
@@ -85,15 +78,9 @@ def _rows_of(name: str) -> int:
     return int(size) if size.isdecimal() else 0
 
 
-def _memory(ranks: list[RankCounters] | None, num_gpus: int) -> dict[str, Any]:
-    gpu: list[float] | None = None
-    pinned: list[float] | None = None
-    if ranks is not None:
-        gpu = [rank.gpu_peak_bytes / GIB for rank in ranks if rank.gpu_peak_bytes is not None]
-        pinned = [rank.pinned_peak_bytes / GIB for rank in ranks if rank.pinned_peak_bytes]
-    elif num_gpus:
-        own = own_gpu_peak_gib()
-        gpu = None if own is None else [own]
+def _memory(ranks: Sequence[RankCounters]) -> dict[str, Any]:
+    gpu = [rank.gpu_peak_bytes / GIB for rank in ranks if rank.gpu_peak_bytes is not None]
+    pinned = [rank.pinned_peak_bytes / GIB for rank in ranks if rank.pinned_peak_bytes is not None]
     return {
         "host_peak_gib": host_peak_gib(),
         "gpu_peak_gib": gpu or None,

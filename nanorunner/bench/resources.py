@@ -80,13 +80,6 @@ def host_peak_gib() -> float:
     return sum(map(_peak_bytes, pids)) / GIB
 
 
-def own_gpu_peak_gib() -> float | None:
-    """Return the most GPU memory that PyTorch gave out in this process; None without a GPU."""
-    if not torch.cuda.is_available():
-        return None
-    return torch.cuda.max_memory_allocated() / GIB
-
-
 class _GpuSampler(threading.Thread):
     """Reads use and memory of the first num_gpus GPUs until it is stopped."""
 

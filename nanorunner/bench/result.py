@@ -28,7 +28,7 @@
                    scheduler: {the fields of SchedulerStats},     of all repeats together
                    prefix_hit_share: of the known tokens that requests came with, 0 to 1,
                    graphs: {dispatched: {"plain 8": steps, "eager": steps}, padded_rows,
-                            padded_share} | null,
+                            padded_share},
                    memory: {host_peak_gib: all processes together, since they began,
                             gpu_peak_gib: [by rank] | null, pinned_peak_gib: [by rank] | null},
                    not_counted: {what: why}},
@@ -154,8 +154,7 @@ def _counter_lines(counters: Mapping[str, Any], num_repeats: int) -> list[str]:
     ]
     if counters["skipped_idle_s"]:
         lines.append(f"{counters['skipped_idle_s']:.1f} s of silence were skipped (--max-idle)")
-    if counters["graphs"]:
-        graphs = counters["graphs"]
+    if (graphs := counters["graphs"])["dispatched"]:
         steps = ", ".join(f"{name}: {count:,}" for name, count in graphs["dispatched"].items())
         lines.append(
             f"steps by graph: {steps}; {graphs['padded_rows']:,} rows computed in vain "

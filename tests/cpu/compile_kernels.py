@@ -27,6 +27,13 @@ from triton.runtime.jit import JITFunction
 
 from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.decode_attention import decode_attention, plan_decode
+from nanorunner.kernels.peer_all_reduce import (
+    all_reduce_add_rms_norm,
+    all_reduce_max,
+    all_reduce_one_shot,
+    all_reduce_two_shot,
+)
+from nanorunner.kernels.peer_ring import DEFAULT_CAPACITY, PeerRing, make_table
 from nanorunner.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write_triton
 from nanorunner.kernels.sample import gumbel_argmax_triton
@@ -106,8 +113,25 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     gumbel_argmax_triton(logits, torch.ones(2), torch.arange(2), torch.arange(2))
 
 
+def launch_peers(ranks: int, dtype: torch.dtype) -> None:
+    """Call every all-reduce over peer memory once, as one of so many ranks."""
+    ring = PeerRing(
+        rank=1,
+        ranks=ranks,
+        capacity=DEFAULT_CAPACITY,
+        max_programs=H200_PROCESSORS,
+        table=make_table([0] * ranks, 0, 0, torch.device("cpu")),
+    )
+    x = normal(2, 4096, dtype=dtype)
+    all_reduce_one_shot(x, ring)
+    all_reduce_two_shot(x, ring)
+    all_reduce_add_rms_norm(x, x, x[0], 1e-6, ring)
+    all_reduce_max(torch.zeros(8, dtype=torch.int64), ring)
+
+
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     compile_instead(int(sys.argv[1]))
     launch_all((16, 8, 128), torch.bfloat16)
     launch_all((9, 3, 64), torch.float32)
+    launch_peers(8, torch.bfloat16)

@@ -11,6 +11,7 @@ import torch
 from rank_harness import make_config
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.rms_norm import add_rms_norm
 from nanorunner.workers.messages import RunnerConfig
 from nanorunner.workers.model_config import ModelConfig
 from nanorunner.workers.models.decoder import Decoder
@@ -37,6 +38,12 @@ class ThreadGroup:
             total += other
         self._barrier.wait(TIMEOUT_S)  # nobody overwrites an x that another still reads
         return x.copy_(total)
+
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add the sum over the ranks to residual in place, and return its norm."""
+        return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
 
 def runner_config(model: ModelConfig, tp: int, **changes: Any) -> RunnerConfig:

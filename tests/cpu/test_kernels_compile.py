@@ -21,6 +21,10 @@ KERNELS = {
     "_prefill_kernel",
     "_best_of_tile",
     "_best_of_row",
+    "one_shot_kernel",
+    "two_shot_kernel",
+    "add_rms_norm_kernel",
+    "max_kernel",
 }
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from nanorunner import LLM, SamplingParams
 from nanorunner.presets import load_preset
+from nanorunner.prompts import Prompt
 from nanorunner.toy_model import make_toy_model
 
 PROMPTS = ["one", "a second prompt", "3"]
@@ -76,6 +77,15 @@ def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
 def test_the_streamed_pieces_are_the_text(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], greedy(max_tokens=20), use_tqdm=False)[0].text
     assert "".join(llm.stream(PROMPTS[0], greedy(max_tokens=20))) == whole
+
+
+def test_a_run_that_does_not_stream_brings_each_answer_once(llm: LLM) -> None:
+    params = greedy(max_tokens=6)
+    answers = [llm.prepare(Prompt(prompt, None), params) for prompt in PROMPTS]
+    ended = list(llm.run(answers, streaming=False))
+    assert sorted(map(id, ended)) == sorted(map(id, answers))
+    expected = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert [answer.output().outputs for answer in answers] == [o.outputs for o in expected]
 
 
 def test_leaving_a_stream_early_ends_its_request_alone(llm: LLM) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -99,6 +100,29 @@ def test_a_prompt_that_cannot_run_is_refused_and_the_rest_goes_on(
     with pytest.raises(ValueError, match=words):
         engine.check_request(prompt, params())
     assert run(engine, request) == (IDS, "length")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_quiet_request_brings_all_its_ids_with_its_only_update(depth: int) -> None:
+    engine, _ = make_engine(depth=depth, eos=frozenset({IDS[6]}))
+    first = IDS.index(IDS[6]) + 1
+    stopped = engine.add_request(PROMPT, params(), quiet=True)
+    loud = engine.add_request(PROMPT, params(max_tokens=3))
+    full = engine.add_request(PROMPT, params(max_tokens=3), quiet=True)
+    updates: list[RequestUpdate] = []
+    while engine.has_unfinished():
+        updates += engine.step()
+    assert [u for u in updates if u.request_id == stopped] == [
+        RequestUpdate(stopped, IDS[:first], "stop")
+    ]
+    assert [u for u in updates if u.request_id == full] == [RequestUpdate(full, IDS[:3], "length")]
+    assert [u.new_ids for u in updates if u.request_id == loud] == [[i] for i in IDS[:3]]
+
+
+def test_a_request_for_logprobs_is_never_quiet() -> None:
+    engine, _ = make_engine(depth=2)
+    engine.add_request(PROMPT, params(logprobs=1), quiet=True)
+    assert [update.new_ids for update in engine.step()] == [IDS[:1]]
 
 
 def test_a_stop_id_outside_the_vocabulary_is_refused() -> None:
@@ -238,15 +262,19 @@ def test_an_aborted_stream_ends_with_abort() -> None:
     assert list(stream) == [RequestUpdate(first.request_id, [], "abort")]
 
 
+@pytest.mark.parametrize("is_loop", [False, True])
 @pytest.mark.parametrize("depth", [1, 2])
-def test_ctrl_c_ends_the_step_aborts_everything_and_leaves_the_engine_usable(depth: int) -> None:
+def test_ctrl_c_ends_the_step_aborts_everything_and_leaves_the_engine_usable(
+    depth: int, is_loop: bool
+) -> None:
     engine, runner = make_engine(depth=depth)
     for _ in range(6):
         engine.add_request(PROMPT, params())
-    engine.step()
-    runner.num_interrupts = 1
-    with pytest.raises(KeyboardInterrupt):
+    with engine.stepping() if is_loop else nullcontext():
         engine.step()
+        runner.num_interrupts = 1
+        with pytest.raises(KeyboardInterrupt):
+            engine.step()
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert engine.scheduler.request_ids() == []
     request = engine.add_request(PROMPT, params())

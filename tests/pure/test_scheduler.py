@@ -50,9 +50,9 @@ class Rig:
         self.output: dict[int, list[int]] = {}
         self.reason: dict[int, str | None] = {}
 
-    def add(self, prompt: list[int], max_tokens: int, *, seed: int = 1) -> int:
+    def add(self, prompt: list[int], max_tokens: int, *, seed: int = 1, quiet: bool = False) -> int:
         params = SamplingParams(max_tokens=max_tokens, seed=seed)
-        request_id = self.engine.add_request(prompt, params)
+        request_id = self.engine.add_request(prompt, params, quiet=quiet)
         self.output[request_id] = []
         return request_id
 
@@ -73,9 +73,10 @@ def alone(prompt: list[int], limit: int, eos: frozenset[int] = frozenset()) -> l
     return run_alone(prompt, 1, limit, eos)
 
 
-def test_a_lone_request_that_outgrows_the_pool_ends_with_the_numbers() -> None:
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_lone_request_that_outgrows_the_pool_ends_with_the_numbers(quiet: bool) -> None:
     rig = Rig(num_blocks=2)
-    request = rig.add([1] * 8, 20)
+    request = rig.add([1] * 8, 20, quiet=quiet)
     rig.finish(most_steps=5)
     assert rig.reason[request] == (
         "error: the next token needs 3 KV blocks of 4, but the KV cache has 2"
@@ -263,6 +264,16 @@ def test_a_short_pool_reads_the_steps_in_flight_before_it_preempts() -> None:
     rig.add([3] * 3, 2)
     rig.finish()
     assert rig.stats.preemptions == 0
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_generated_block_is_published_by_the_first_step_after_its_last_id(depth: int) -> None:
+    rig = Rig(depth=depth, prefix_cache=True)
+    request = rig.add([1, 2, 3], 30)
+    while len(rig.output[request]) < 28:
+        num_known = 3 + len(rig.output[request])
+        rig.step()
+        assert len(rig.scheduler.roster.blocks.prefix_cache) == num_known // BLOCK
 
 
 def steady_rig(num_requests: int = 256) -> Scheduler:

@@ -1,7 +1,7 @@
 """Whatever is asked in whatever order, every request gets the ids it would get alone.
 
-Chunked = whole, preempted = not, cached = cold, depth 2 = depth 1; and after every step rows and
-blocks are conserved, the budget is kept and no decode is left out.
+Chunked = whole, preempted = not, cached = cold, depth 2 = depth 1, quiet = told id by id; and after
+every step rows and blocks are conserved, the budget is kept and no decode is left out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ class Asked:
 
     prompt: list[int]
     params: SamplingParams
+    is_quiet: bool
     output: list[int] = field(default_factory=list)
     reason: str | None = None
     was_cut: bool = False  # by abort() or finish()
@@ -63,16 +64,16 @@ class Rig:
         )
         self.engine = Engine(self.scheduler, self.runner.call, vocab_size=VOCAB)
 
-    def add(self, prompt: list[int], params: SamplingParams) -> int | None:
+    def add(self, prompt: list[int], params: SamplingParams, is_quiet: bool) -> int | None:
         needed = -(-len(prompt) // BLOCK)
         fits = len(prompt) < self.max_model_len and needed <= self.num_blocks
         try:
-            request_id = self.engine.add_request(prompt, params)
+            request_id = self.engine.add_request(prompt, params, quiet=is_quiet)
         except ValueError:
             assert not fits
             return None
         assert fits
-        self.asked[request_id] = Asked(prompt, params)
+        self.asked[request_id] = Asked(prompt, params, is_quiet)
         return request_id
 
     def step(self) -> None:
@@ -88,6 +89,7 @@ class Rig:
         for update in updates:
             asked = self.asked[update.request_id]
             assert asked.reason is None, "an update after the end"
+            assert update.finish_reason or not asked.is_quiet, "a quiet request told too much"
             asked.output += update.new_ids
             asked.reason = update.finish_reason
 
@@ -118,7 +120,7 @@ class Rig:
     def _check_end(self, asked: Asked) -> None:
         params = asked.params
         limit = min(params.max_tokens, self.max_model_len - len(asked.prompt))
-        eos = frozenset() if params.ignore_eos else EOS
+        eos = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else EOS)
         alone = run_alone(asked.prompt, params.seed or 0, limit, eos)
         if asked.reason == "cut":
             assert asked.output == alone[: len(asked.output)]
@@ -153,15 +155,16 @@ prompts = st.builds(
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
 )
 params = st.builds(
-    lambda max_tokens, seed, ignore_eos: SamplingParams(
-        max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos
+    lambda max_tokens, seed, ignore_eos, stop_ids: SamplingParams(
+        max_tokens=max_tokens, seed=seed, ignore_eos=ignore_eos, stop_token_ids=stop_ids
     ),
     st.integers(1, 40),
     st.integers(1, 3),
     st.booleans(),
+    st.sampled_from([(), (), (3,), (5, 13, 17, 23)]),
 )
 actions = st.one_of(
-    st.tuples(st.just("add"), prompts, params),
+    st.tuples(st.just("add"), prompts, params, st.booleans()),
     st.tuples(st.just("step"), st.integers(1, 6), st.none()),
     st.tuples(st.sampled_from(["abort", "finish"]), st.integers(0, 50), st.none()),
 )
@@ -174,8 +177,8 @@ actions = st.one_of(
 def test_every_request_gets_the_ids_it_would_get_alone(rig: Rig, script: list[object]) -> None:
     for action in script:
         match action:
-            case ("add", list() as prompt, SamplingParams() as its_params):
-                rig.add(prompt, its_params)
+            case ("add", list() as prompt, SamplingParams() as its_params, bool() as is_quiet):
+                rig.add(prompt, its_params, is_quiet)
             case ("step", int() as count, None):
                 for _ in range(count):
                     rig.step()
@@ -185,13 +188,15 @@ def test_every_request_gets_the_ids_it_would_get_alone(rig: Rig, script: list[ob
     rig.finish()
 
 
-@given(rig=rigs(), some=st.lists(st.tuples(prompts, params), min_size=4, max_size=14))
+@given(
+    rig=rigs(), some=st.lists(st.tuples(prompts, params, st.booleans()), min_size=4, max_size=14)
+)
 @settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 def test_requests_added_together_end_as_if_alone(
-    rig: Rig, some: list[tuple[list[int], SamplingParams]]
+    rig: Rig, some: list[tuple[list[int], SamplingParams, bool]]
 ) -> None:
-    for prompt, its_params in some:
-        rig.add(prompt, its_params)
+    for prompt, its_params, is_quiet in some:
+        rig.add(prompt, its_params, is_quiet)
     rig.finish()

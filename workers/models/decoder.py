@@ -49,6 +49,11 @@ class AllReduce(Protocol):
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sum of x over the ranks, in place; x itself at tp 1."""
 
+    def all_reduce_add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """Add the sum of x over the ranks to residual in place, and return the norm of that."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
@@ -138,9 +143,9 @@ class Decoder:
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for index, layer in enumerate(self.layers):
             x = self.attention(layer, x, plan, k_caches[index], v_caches[index])
-            x = add_rms_norm(x, residual, layer.post_norm, eps)
+            x = self.group.all_reduce_add_rms_norm(x, residual, layer.post_norm, eps)
             x = self.mlp(layer, x)
-            x = add_rms_norm(x, residual, next_norms[index], eps)
+            x = self.group.all_reduce_add_rms_norm(x, residual, next_norms[index], eps)
         return x
 
     def decode_few(
@@ -196,7 +201,7 @@ class Decoder:
         k_cache: torch.Tensor,
         v_cache: torch.Tensor,
     ) -> torch.Tensor:
-        """Return self-attention's output [num_tokens, hidden], summed over the ranks."""
+        """Return this rank's share of self-attention's output [num_tokens, hidden]."""
         qkv = self.linear(x, layer.qkv, layer.qkv_bias)
         out = self_attention(
             qkv,
@@ -208,12 +213,12 @@ class Decoder:
             layer.k_norm,
             self.model.rms_norm_eps,
         )
-        return self.group.all_reduce(self.linear(out, layer.o, layer.o_bias))
+        return self.linear(out, layer.o, layer.o_bias)
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:
-        """Return the SwiGLU MLP's output [num_tokens, hidden], summed over the ranks."""
+        """Return this rank's share of the SwiGLU MLP's output [num_tokens, hidden]."""
         x = silu_mul(self.linear(x, layer.gate_up, layer.gate_up_bias))
-        return self.group.all_reduce(self.linear(x, layer.down, layer.down_bias))
+        return self.linear(x, layer.down, layer.down_bias)
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's logits [rows, local_vocab] of the rows that the caller picked.

@@ -148,8 +148,8 @@ def two_shot_kernel(
                 # What is here is stored anew at every look: one loop, whoever comes last.
                 tl.store(words + its_index, word, mask=its_inside & is_here)
                 is_missing |= its_inside & ~is_here
-            is_over = gives_up(table, index, looks, since, CHECK_EVERY, IS_DEVICE)
-            missing = tl.max((is_missing & ~is_over).to(tl.int32), axis=0)
+            missing = tl.max(is_missing.to(tl.int32), axis=0)
+            missing &= 1 - gives_up(table, looks, since, BLOCK, CHECK_EVERY, IS_DEVICE)
         finish(table)
 
 
@@ -271,7 +271,7 @@ def max_kernel(
                 key, is_here = look(received + rank * STRIDE * PACKETS, mark, inside)
                 is_missing |= ~is_here
                 best = tl.maximum(best, key)
-            is_over = gives_up(table, index, looks, since, CHECK_EVERY, IS_DEVICE)
-            missing = tl.max((is_missing & inside & ~is_over).to(tl.int32), axis=0)
+            missing = tl.max((is_missing & inside).to(tl.int32), axis=0)
+            missing &= 1 - gives_up(table, looks, since, BLOCK, CHECK_EVERY, IS_DEVICE)
         tl.store(keys + index, best, mask=inside)
         finish(table)

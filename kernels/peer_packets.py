@@ -120,24 +120,30 @@ def clock(looks: tl.tensor, IS_DEVICE: tl.constexpr) -> tl.tensor:
 @jit()
 def gives_up(
     table: tl.tensor,
-    index: tl.tensor,
     looks: tl.tensor,
     since: tl.tensor,
+    BLOCK: tl.constexpr,
     CHECK_EVERY: tl.constexpr,
     IS_DEVICE: tl.constexpr,
 ) -> tl.tensor:
-    """Return for each place of index [BLOCK] whether to wait for it no longer.
+    """Return 1 when the program is to wait no longer, else 0: the same for all its threads.
 
-    If so, says it in the error word. Reads words and clock at every CHECK_EVERY-th look alone.
+    If so, says it in the error word. Reads words and clock at every CHECK_EVERY-th look alone, and
+    in one thread: a program that asks keeps the other ranks waiting, so they ask in turn. Were
+    asking slower than the time between two questions, they would keep each other at it for ever.
     """
-    is_over = tl.zeros(index.shape, tl.int1)
+    is_over = tl.full((), 0, tl.int32)
     if looks % CHECK_EVERY == 0:
-        first = tl.load(table + WORDS).to(tl.pointer_type(tl.int32))
-        words = first + index * 0  # a block: a value for each thread, and no branch on it
-        stop = tl.load(words + ABORT, volatile=True) | tl.load(words + ERROR, volatile=True)
-        waited = tl.zeros(index.shape, tl.int64) + (clock(looks, IS_DEVICE) - since)
-        is_over = (stop != 0) | (waited > tl.load(table + GIVE_UP_AFTER))
-        tl.store(words + ERROR, tl.full(index.shape, 1, tl.int32), mask=is_over)
+        lane = tl.arange(0, BLOCK)  # at least one a thread: of a smaller block each warp has a copy
+        is_first = lane == 0
+        words = tl.load(table + WORDS).to(tl.pointer_type(tl.int32)) + lane * 0
+        abort = tl.load(words + ABORT, mask=is_first, other=0, volatile=True)
+        error = tl.load(words + ERROR, mask=is_first, other=0, volatile=True)
+        waited = tl.zeros([BLOCK], tl.int64) + (clock(looks, IS_DEVICE) - since)
+        is_late = waited > tl.load(table + GIVE_UP_AFTER)
+        over = is_first & ((abort != 0) | (error != 0) | is_late)
+        tl.store(words + ERROR, tl.full([BLOCK], 1, tl.int32), mask=over)
+        is_over = tl.max(over.to(tl.int32), axis=0)
     return is_over
 
 
@@ -218,6 +224,6 @@ def sum_of_ranks(
                 sum_b += b
                 sum_c += c
                 sum_d += d
-        is_over = gives_up(table, mine, looks, since, CHECK_EVERY, IS_DEVICE)
-        missing = tl.max((is_missing & inside & ~is_over).to(tl.int32), axis=0)
+        missing = tl.max((is_missing & inside).to(tl.int32), axis=0)
+        missing &= 1 - gives_up(table, looks, since, mine.shape[0], CHECK_EVERY, IS_DEVICE)
     return rounded_word(sum_a, sum_b, sum_c, sum_d, TYPE)

@@ -50,7 +50,7 @@ CALL_SHARES = 1 << 16  # and at most so many programs in a launch
 SLOT_BYTES = 16
 WORD_BYTES = 8  # of data in a slot
 DEFAULT_CAPACITY = 1 << 18  # 1 MiB of data from each of 2 ranks; 12 MiB of memory on each rank
-CHECK_EVERY = 1024  # looks, about half a millisecond: the two words lie behind a slow bus
+CHECK_EVERY = 8192  # looks, about 5 ms: the two words lie behind a slow bus
 
 # Places in the table, in int64 elements, and in the two words.
 COUNTER, GIVE_UP_AFTER, WORDS, PEERS = 0, 1, 2, 3

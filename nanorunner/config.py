@@ -47,7 +47,7 @@ class Config:
 
     model: str = ""  # folder, hub id or preset; "" is the embedded SmolLM2-135M-Instruct
     tp: int = 1
-    runner: str = "v1"
+    runner: str = "v2"
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     load_format: str = "auto"  # auto | safetensors | dummy

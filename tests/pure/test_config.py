@@ -46,7 +46,7 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ({"kv_cache_gib": 1.0, "num_blocks": 8}, ["give one of them"]),
     ({"num_blocks": 0}, ["num_blocks 0"]),
     ({"async_depth": 0}, ["async_depth 0"]),
-    ({"async_depth": 2}, ["async_depth 2", "synchronous"]),
+    ({"runner": "v1", "async_depth": 2}, ["async_depth 2", "synchronous"]),
     ({"seed": 2**64}, ["seed", "64-bit"]),
     ({"step_timeout_s": 0.0}, ["step_timeout_s 0.0", "above 0"]),
     ({"start_timeout_s": float("inf")}, ["start_timeout_s inf"]),

@@ -3,14 +3,16 @@
 A decode is a read of the KV cache, so every byte is read once: a program takes one request, one KV
 head and one share ("split") of the length, and its whole group of query heads at once, as the rows
 of a small matrix product. Few requests need many splits to fill the device; their partial results
-meet in a second kernel.
+are joined by the program that is the last to arrive (kernels/join_shares.py).
 
     program (request, kv head, split)   tokens [split * share, (split + 1) * share)
-        -> out [requests, num_heads, D]                                       one split
-        -> partial [requests, num_heads, splits, D], log_sum [.., splits]     more: combine
+        -> out [requests, num_heads, D]                     one share, or the last to arrive
+        -> partial [requests, kv heads, splits, group, D]   more shares: a part each
+           log_sum [requests, kv heads, splits, group]
 
 The number of splits is fixed on the host from the batch size, so a captured graph stays valid; each
 share follows from the length, which only the device knows. Splits left without tokens end at once.
+Requests are the fastest axis of the grid: all first shares start first, what is empty starts last.
 A large batch fills the device with one program a request, but then the longest request is still
 read when all others have ended; there a split has a least share, so that long requests alone are
 cut, and a request of one share writes its result itself.
@@ -23,10 +25,11 @@ from typing import NamedTuple
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait, launch_options
+from nanorunner.kernels.join_shares import share_counters, share_of_split, write_share
 from nanorunner.kernels.triton_support import jit, next_power_of_two, num_processors, tl
 
 LOG2_E = 1.4426950408889634
+PART_REGISTERS = 64  # float32, a thread
 
 
 class DecodePlan(NamedTuple):
@@ -39,10 +42,15 @@ class DecodePlan(NamedTuple):
     min_share: int = 0  # tokens that a split has at least, where the request has that many
 
 
-# (splits, least share) of a batch that fills the device with one split a request, and of one that
-# nearly does. Above their product the shares grow again.
-FULL, NEARLY_FULL = (4, 1024), (8, 512)
-MAX_SEQ_LENS = (0, NEARLY_FULL[1] + 1, FULL[1] + 1)  # the lengths at which plans change
+# A batch of so many (request, KV head) pairs a processor fills the device with whole requests; so
+# only long ones are cut, into shares of at least so many tokens. Above splits * share they grow.
+FULL_LOAD, SPLITS, LEAST_SHARE = 6, 4, 1024
+MAX_SEQ_LENS = (0, LEAST_SHARE + 1)  # the lengths at which plans change
+
+
+def is_full(num_reqs: int, num_kv_heads: int, processors: int) -> bool:
+    """Return whether a batch of decodes fills the device with whole requests."""
+    return num_reqs * num_kv_heads >= FULL_LOAD * processors
 
 
 def plan_decode(
@@ -59,27 +67,30 @@ def plan_decode(
     max_seq_len: no request will be longer; 0: unknown, and long requests are not cut to balance.
     """
     programs = num_reqs * num_kv_heads
-    # About 4 programs a processor keep the memory busy; more splits only add to the combine.
-    wanted = max(4 * processors // programs, 1)
-    num_splits = min(1 << (wanted.bit_length() - 1), 64 if programs <= 2 else 32)
     group, load = num_heads // num_kv_heads, programs / processors
-    splits, min_share = FULL if load >= 3 else NEARLY_FULL
-    if load >= 1 and max_seq_len > min_share:
-        return _plan_tile(splits, group, head_dim, item_bytes, 0)._replace(min_share=min_share)
+    if is_full(num_reqs, num_kv_heads, processors) and max_seq_len > LEAST_SHARE:
+        plan = _plan_tile(SPLITS, group, head_dim, item_bytes, load)
+        if plan.num_warps == 1:  # the loads of several shares overlap deeper
+            plan = plan._replace(num_stages=3)
+        return plan._replace(min_share=LEAST_SHARE)
+    # About 4 programs a processor keep the memory busy; more splits only add parts to join.
+    wanted = max(4 * processors // programs, 1)
+    most_splits = 64 if programs <= 2 else 32 if programs <= 4 else 16
+    num_splits = min(1 << (wanted.bit_length() - 1), most_splits)
     return _plan_tile(num_splits, group, head_dim, item_bytes, load)
 
 
 def _plan_tile(
     num_splits: int, group: int, head_dim: int, item_bytes: int, load: float
 ) -> DecodePlan:
-    """Return the plan of so many splits; load: whole requests' programs a processor, 0 for cut."""
+    """Return the plan of so many splits; load: (request, KV head) pairs a processor."""
     rows, columns = tile_shape(group, head_dim)
     if item_bytes == 4:
         # Full float32 products run without tensor cores: small tiles, or registers spill.
         return DecodePlan(num_splits, 16, 4, 2)
     if rows > 16 or columns > 128:
         return DecodePlan(num_splits, 32, 4, 2)
-    if load >= 8:
+    if load >= FULL_LOAD:
         return DecodePlan(num_splits, 32, 1, 2)
     if load * num_splits >= 3:
         return DecodePlan(num_splits, 64, 2, 2)
@@ -111,13 +122,8 @@ def decode_attention(
         num_reqs, num_heads, num_kv_heads, head_dim, q.element_size(), num_processors(q.device),
         batch.max_seq_len,
     )  # fmt: skip
-    is_split = plan.num_splits > 1
-    partial = log_sum = out  # never touched when one program does a whole request
-    if is_split:
-        shape = (num_reqs, num_heads, plan.num_splits)
-        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=q.device)
-        log_sum = torch.empty(shape, dtype=torch.float32, device=q.device)
     group = num_heads // num_kv_heads
+    partial, log_sum, counters = make_parts(out, num_kv_heads, plan)
     rows, columns = tile_shape(group, head_dim)
     _decode_kernel[(num_reqs, num_kv_heads, plan.num_splits)](
         q,
@@ -128,6 +134,7 @@ def decode_attention(
         out,
         partial,
         log_sum,
+        counters,
         scale * LOG2_E,
         q.stride(0),
         batch.block_tables.stride(0),
@@ -140,58 +147,45 @@ def decode_attention(
         COLUMNS=columns,
         BLOCK_TOKENS=block_tokens,
         TILE=plan.tile_tokens,
-        IS_SPLIT=is_split,
+        IS_SPLIT=plan.num_splits > 1,
+        **part_sizes(plan, group, columns),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )
-    if is_split:
-        combine_splits(partial, log_sum, batch.seq_lens, out, plan)
     return out
 
 
-def combine_splits(
-    partial: torch.Tensor,
-    log_sum: torch.Tensor,
-    seq_lens: torch.Tensor,
-    out: torch.Tensor,
-    plan: DecodePlan,
-    *,
-    use_pdl: bool = False,
-) -> None:
-    """Fill out [requests, num_heads, head_dim] from the splits' partial [.., splits, head_dim].
+def make_parts(
+    out: torch.Tensor, num_kv_heads: int, plan: DecodePlan
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return partial, log_sum and counters for a launch that fills out; see kernels/join_shares.py.
 
-    log_sum [requests, num_heads, splits]. use_pdl only after a kernel that kept the rule of
-    kernels/pdl.py.
+    Under a plan of one split nothing touches them, and each is out: a kernel needs some pointer.
     """
+    if plan.num_splits == 1:
+        return out, out, out
     num_reqs, num_heads, head_dim = out.shape
-    columns = next_power_of_two(head_dim)
-    _combine_kernel[(num_reqs, num_heads)](
-        partial,
-        log_sum,
-        seq_lens,
-        out,
-        NUM_HEADS=num_heads,
-        HEAD_DIM=head_dim,
-        COLUMNS=columns,
-        SPLITS=plan.num_splits,
-        MIN_SHARE=plan.min_share,
-        TILE=plan.tile_tokens,
-        num_warps=min(max(plan.num_splits * columns // 1024, 1), 8),
-        **launch_options(use_pdl),
-    )
+    shape = (num_reqs, num_kv_heads, plan.num_splits, num_heads // num_kv_heads)
+    partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=out.device)
+    log_sum = torch.empty(shape, dtype=torch.float32, device=out.device)
+    return partial, log_sum, share_counters(out.device, num_reqs * num_kv_heads)
+
+
+def part_sizes(plan: DecodePlan, group: int, columns: int) -> dict[str, int]:
+    """Return write_share's HEADS and PARTS: parts fill the registers that attention leaves.
+
+    Where a full device needs registers most there are no more parts than splits. Elsewhere a launch
+    of few splits takes the same room as one of many: they share one compilation.
+    """
+    heads = next_power_of_two(group)
+    room = PART_REGISTERS * 32 * plan.num_warps // (heads * columns)
+    most = next_power_of_two(plan.num_splits) if plan.min_share else 32
+    return {"HEADS": heads, "PARTS": min(max(room, 1), most)}
 
 
 def tile_shape(group: int, head_dim: int) -> tuple[int, int]:
     """Rows and columns of a query tile; 16 rows are the least of a matrix instruction."""
     return max(next_power_of_two(group), 16), next_power_of_two(head_dim)
-
-
-@jit()
-def share_of_split(
-    length: tl.tensor, num_splits: tl.tensor, MIN_SHARE: tl.constexpr, TILE: tl.constexpr
-) -> tl.tensor:
-    """Tokens of each split but the last: an equal share, or the least, in whole tiles."""
-    return tl.cdiv(tl.maximum(tl.cdiv(length, num_splits), MIN_SHARE), TILE) * TILE
 
 
 @jit(counts=("num_splits", "table_stride"), tables=("block_tables", "seq_lens"))
@@ -204,6 +198,7 @@ def _decode_kernel(
     out: tl.tensor,
     partial: tl.tensor,
     log_sum: tl.tensor,
+    counters: tl.tensor,
     scale: tl.tensor,  # times log2(e): exp2 is the device's own instruction, exp is not
     q_stride: tl.tensor,
     table_stride: tl.tensor,
@@ -217,6 +212,8 @@ def _decode_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
 ) -> None:
     """One (request, kv head, split): rows are the group's query heads, padded to ROWS."""
     request = tl.program_id(0).to(tl.int64)
@@ -226,8 +223,8 @@ def _decode_kernel(
     share = share_of_split(length, num_splits, MIN_SHARE, TILE)
     begin = split * share
     end = tl.minimum(begin + share, length)
-    if IS_SPLIT and begin >= length:
-        return  # the combine kernel knows from the length that this split wrote nothing
+    if IS_SPLIT and (split > 0) & (begin >= length):
+        return  # nothing to do; of a padded request the first split writes the zeros
 
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -266,49 +263,12 @@ def _decode_kernel(
         mixed += tl.dot(weight.to(values.dtype), values, input_precision="ieee")
         best = new_best
 
-    # Only a request of length 0 has a total of 0; it gets zeros.
-    result = mixed / tl.maximum(total, 1.0e-30)[:, None]
-    out_row = request * (NUM_KV_HEADS * GROUP) + head
-    if IS_SPLIT and share < length:
-        out_row = out_row * num_splits + split
-        tl.store(log_sum + out_row, best + tl.log2(total), mask=row < GROUP)
-        tl.store(partial + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=q_mask)
-    else:
-        tl.store(out + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=q_mask)
-
-
-@jit(tables=("seq_lens",))
-def _combine_kernel(
-    partial: tl.tensor,
-    log_sum: tl.tensor,
-    seq_lens: tl.tensor,
-    out: tl.tensor,
-    NUM_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    MIN_SHARE: tl.constexpr,
-    TILE: tl.constexpr,
-    USE_PDL: tl.constexpr,
-) -> None:
-    """One (request, query head): the splits' results, weighted by their softmax sums."""
-    if USE_PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    request = tl.program_id(0).to(tl.int64)
-    row = request * NUM_HEADS + tl.program_id(1)
-    length = tl.load(seq_lens + request)
-    share = share_of_split(length, SPLITS, MIN_SHARE, TILE)
-    if (length > 0) & (length <= share):
-        return  # its only split has written the result
-    split = tl.arange(0, SPLITS)
-    column = tl.arange(0, COLUMNS)
-    # The splits that were left without tokens wrote nothing: their memory may hold NaN.
-    wrote = split * share < length
-    sums = tl.load(log_sum + row * SPLITS + split, mask=wrote, other=-1.0e30)
-    weight = tl.where(wrote, tl.exp2(sums - tl.max(sums, axis=0)), 0.0)
-    weight = weight / tl.maximum(tl.sum(weight, axis=0), 1.0e-30)
-    place = partial + (row * SPLITS + split[:, None]) * HEAD_DIM + column[None, :]
-    parts = tl.load(place, mask=wrote[:, None] & (column < HEAD_DIM)[None, :], other=0.0)
-    result = tl.sum(parts * weight[:, None], axis=0)
-    tl.store(out + row * HEAD_DIM + column, result, mask=column < HEAD_DIM)
+    if IS_SPLIT:
+        # Read again, not kept: the loop above has no register to spare.
+        length = tl.load(seq_lens + request)
+        share = share_of_split(length, num_splits, MIN_SHARE, TILE)
+    write_share(
+        best, total, mixed, out, partial, log_sum, counters, request, kv_head,
+        split, num_splits, length, share, GROUP, ROWS, NUM_KV_HEADS,
+        HEAD_DIM, COLUMNS, IS_SPLIT, HEADS, PARTS,
+    )  # fmt: skip

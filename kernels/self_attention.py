@@ -3,9 +3,9 @@
     plan = plan_attention(...)                    once a step: what is the same for every layer
     self_attention(qkv, plan, k_cache, v_cache)   once a layer
 
-On a GPU the plan is nothing and a layer is two launches, one for a decode (fused_decode.py). On a
-CPU the two references make about 60 tensor operations a layer; with a host plan (host_plan.py) a
-decode makes about 20.
+On a GPU the plan is nothing and a layer is two launches, or one (fused_decode.py) for a decode that
+does not fill the device. On a CPU the two references make about 60 tensor operations a layer; with
+a host plan (host_plan.py) a decode makes about 20.
 
 kernels/rope_kv_write.py and kernels/attention.py define the result; here is only a shorter way.
 """
@@ -19,9 +19,11 @@ import torch.nn.functional as F
 
 from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.decode_attention import is_full
 from nanorunner.kernels.fused_decode import fused_decode
 from nanorunner.kernels.host_plan import DecodePlan, HostPlan, Prompts, plan_host
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
+from nanorunner.kernels.triton_support import num_processors
 
 
 class HeadShape(NamedTuple):
@@ -75,7 +77,7 @@ def self_attention(
     kernel before is one that fused_decode() may overlap with.
     """
     num_tokens, scale = qkv.shape[0], shape.head_dim**-0.5
-    if _is_fused(qkv, plan):
+    if _is_fused(qkv, plan, shape.num_kv_heads):
         out = fused_decode(
             qkv, plan.positions, plan.cos_sin, k_cache, v_cache, plan.batch, *shape,
             q_norm, k_norm, eps, scale, reads_early=reads_early,
@@ -100,9 +102,10 @@ def self_attention(
     return out.view(num_tokens, -1)
 
 
-def _is_fused(qkv: torch.Tensor, plan: AttentionPlan) -> bool:
-    """Return whether one launch serves the layer."""
-    return qkv.is_cuda and plan.batch.max_query_len == 1 and plan.backend == "triton"
+def _is_fused(qkv: torch.Tensor, plan: AttentionPlan, num_kv_heads: int) -> bool:
+    """Return whether one launch serves the layer; a full device is faster with two lean ones."""
+    is_decode = qkv.is_cuda and plan.batch.max_query_len == 1 and plan.backend == "triton"
+    return is_decode and not is_full(len(qkv), num_kv_heads, num_processors(qkv.device))
 
 
 def _rotate(

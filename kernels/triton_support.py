@@ -10,7 +10,9 @@ Under TRITON_INTERPRET=1 (set before Triton is first imported) the kernels run o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,7 +23,34 @@ try:
 except ImportError:
     triton = tl = None
 
-__all__ = ["MissingKernel", "jit", "next_power_of_two", "num_processors", "shared_bytes", "tl"]
+__all__ = [
+    "MissingKernel",
+    "compiling_only",
+    "is_compiling_only",
+    "jit",
+    "next_power_of_two",
+    "num_processors",
+    "shared_bytes",
+    "tl",
+    "triton",
+]
+
+_compiles_only: ContextVar[bool] = ContextVar("_compiles_only", default=False)  # in this thread
+
+
+@contextmanager
+def compiling_only() -> Iterator[None]:
+    """Inside, this thread's launches of kernels made by jit() compile them and run nothing."""
+    token = _compiles_only.set(True)
+    try:
+        yield
+    finally:
+        _compiles_only.reset(token)
+
+
+def is_compiling_only() -> bool:
+    """Return whether this thread is inside compiling_only()."""
+    return _compiles_only.get()
 
 
 class MissingKernel:
@@ -45,10 +74,21 @@ def jit(counts: tuple[str, ...] = (), tables: tuple[str, ...] = ()) -> Callable[
     """
     if triton is None:
         return lambda function: MissingKernel(function.__name__)
-    decorate: Callable[[Any], Any] = triton.jit(
-        do_not_specialize=list(counts), do_not_specialize_on_alignment=list(tables)
+    make = triton.jit if triton.knobs.runtime.interpret else _kernel_type()
+    return functools.partial(
+        make, do_not_specialize=list(counts), do_not_specialize_on_alignment=list(tables)
     )
-    return decorate
+
+
+@functools.cache
+def _kernel_type() -> Any:
+    """Return Triton's kernel type, whose launches heed compiling_only()."""
+
+    class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
+        def __getitem__(self, grid: Any) -> Callable[..., Any]:
+            return functools.partial(self.run, grid=grid, warmup=_compiles_only.get())
+
+    return Kernel
 
 
 def next_power_of_two(n: int) -> int:

@@ -11,7 +11,14 @@ from itertools import product
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.kernels.decode_attention import MAX_SEQ_LENS, decode_attention, plan_decode
+from nanorunner.kernels.decode_attention import (
+    MAX_SEQ_LENS,
+    decode_attention,
+    is_full,
+    plan_decode,
+)
+from nanorunner.kernels.few_rows_plans import MAX_ROWS
+from nanorunner.kernels.fused_decode import fused_decode_triton, plan_fused
 from nanorunner.kernels.prefill_attention import prefill_attention
 from nanorunner.kernels.triton_support import num_processors
 
@@ -55,3 +62,41 @@ def warm_up_attention(
     for max_query_len in (1, LONG_QUERY):
         q, batch = empty(2, max_query_len)
         prefill_attention(q, k_cache, v_cache, batch, 1.0)
+
+
+def warm_up_fused_decode(
+    qkv_width: int,
+    num_heads: int,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cos_sin: torch.Tensor,
+    norms: tuple[torch.Tensor | None, torch.Tensor | None],
+    dtype: torch.dtype,
+    max_num_reqs: int,
+) -> None:
+    """Launch fused_decode once a plan, over requests of length 0; norms: a layer's q and k norm.
+
+    Graphs hold the plans of the longest requests alone; eager steps have those of shorter ones.
+    """
+    device = k_cache.device
+    num_kv_heads, head_dim = k_cache.shape[2:]
+    heads = (num_heads, num_kv_heads, head_dim)
+    plans = set()
+    processors = num_processors(device)
+    for num_reqs, longest in product(range(1, max_num_reqs + 1), MAX_SEQ_LENS):
+        if is_full(num_reqs, num_kv_heads, processors):
+            break  # from here on decode_attention serves (self_attention.py)
+        plan = plan_fused(num_reqs, *heads, dtype.itemsize, processors, longest)
+        is_few = num_reqs <= MAX_ROWS  # the few-row kernels let it read early (decoder.py)
+        if (plan, is_few) in plans:
+            continue
+        plans.add((plan, is_few))
+        qkv = torch.zeros((num_reqs, qkv_width), dtype=dtype, device=device)
+        zeros = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
+        tables = torch.zeros((num_reqs, 2), dtype=torch.int32, device=device)
+        places = torch.full((num_reqs,), -1, device=device)
+        batch = AttentionBatch(zeros, zeros[:-1], tables, places, 1, longest)
+        fused_decode_triton(
+            qkv, places, cos_sin, k_cache, v_cache, batch, *heads, *norms, 1e-6, 1.0,
+            reads_early=is_few,
+        )  # fmt: skip

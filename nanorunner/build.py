@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 
 from nanorunner.engine import Engine
 from nanorunner.launch import Ranks
 from nanorunner.resolve import Resolved
 from nanorunner.scheduler import Scheduler
+from nanorunner.trace import open_trace
 from nanorunner.workers.messages import BLOCK_SIZE, KvRoom, RunnerConfig
 
 GIB = 1 << 30
@@ -27,14 +29,19 @@ def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> E
     Raises ValueError when no KV block fits, RankDied when a rank does; no process is left then.
     """
     runner_config, config = resolved.runner_config, resolved.config
-    start = time.perf_counter()
+    begin = time.perf_counter()
+    if config.trace is not None:
+        runner_config = replace(runner_config, trace=open_trace(config))
     ranks = Ranks(runner_config)
     try:
+        started = time.perf_counter()
         ranks.call_all("load_model")
         loaded = time.perf_counter()
         num_blocks = _agree_on_blocks(ranks.call_all("profile"), runner_config)
+        profiled = time.perf_counter()
         ranks.call_all("allocate_kv", num_blocks)
         ranks.call_all("capture")
+        captured = time.perf_counter()
         engine = Engine(
             Scheduler(
                 max_num_seqs=runner_config.max_num_seqs,
@@ -55,14 +62,22 @@ def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> E
             defer_interrupt=ranks.defer_interrupt,
             runner=runner_config.runner,
             counters=lambda: ranks.call_all("counters"),
+            spans=lambda: ranks.call_all("spans"),
+            recorder=ranks.recorder,
         )
+        if runner_config.spans:
+            engine.spans()  # raises now, not after a long run, if the ranks' clocks are not one
     except BaseException:
         ranks.close()
         raise
     logger.info(
-        "ready in %.1f s (weights after %.1f s): %d KV blocks of %d tokens on each rank",
-        time.perf_counter() - start,
-        loaded - start,
+        "ready in %.1f s (ranks %.1f, weights and kernels %.1f, profile %.1f, capture %.1f): "
+        "%d KV blocks of %d tokens on each rank",
+        time.perf_counter() - begin,
+        started - begin,
+        loaded - started,
+        profiled - loaded,
+        captured - profiled,
         num_blocks,
         BLOCK_SIZE,
     )

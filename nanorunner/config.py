@@ -68,6 +68,8 @@ class Config:
     seed: int = 0
     step_timeout_s: float = 300.0
     start_timeout_s: float = 600.0
+    step_times: bool = False  # record where each step's time goes; Engine.spans() has it
+    trace: str | None = None  # folder to which each rank writes that when the engine closes
 
 
 def make_config(settings: Mapping[str, Any]) -> Config:
@@ -93,8 +95,9 @@ def make_config(settings: Mapping[str, Any]) -> Config:
         values[name] = value
     if "dtype" in values:  # torch.float32 as well as "float32"
         values["dtype"] = str(values["dtype"]).removeprefix("torch.")
-    if "model" in values and hasattr(values["model"], "__fspath__"):
-        values["model"] = str(values["model"])
+    for name in ("model", "trace"):
+        if hasattr(values.get(name), "__fspath__"):
+            values[name] = str(values[name])
     config = Config(**values)
     check(config)
     return config
@@ -119,6 +122,8 @@ def check(config: Config) -> None:
             raise ValueError(f"{name} {value}: use a number above 0")
     if not -(2**63) <= config.seed < 2**64:
         raise ValueError(f"seed {config.seed}: use a 64-bit integer")
+    if config.trace == "":
+        raise ValueError("trace '': name a folder, or leave it out")
     _check_pairs(config)
 
 

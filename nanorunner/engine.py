@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanorunner.intake import Intake
 from nanorunner.interrupt import DeferInterrupt
@@ -25,7 +25,18 @@ from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
 from nanorunner.scheduler_stats import SchedulerStats
 from nanorunner.workers.messages import StepHandle, StepOutput
-from nanorunner.workers.rank_counters import RankCounters
+from nanorunner.workers.spans import (
+    NO_STEP,
+    SCHEDULE,
+    UPDATE,
+    WAIT,
+    RankSpans,
+    SpanRecorder,
+    clock_problem,
+)
+
+if TYPE_CHECKING:  # it imports torch, which the scheduler's side does without
+    from nanorunner.workers.rank_counters import RankCounters
 
 
 class Engine:
@@ -35,7 +46,8 @@ class Engine:
     "step". result(handle) waits for its output. close() stops the ranks. seed is what requests
     without a seed draw theirs from.
     defer_interrupt is the one that `call` uses, so that a second Ctrl-C gets through both. runner:
-    which one the ranks have, so that what it lacks is refused. counters() asks every rank.
+    which one the ranks have, so that what it lacks is refused. counters() and spans() ask every
+    rank. recorder: rank 0's, None when no spans are recorded.
     """
 
     def __init__(
@@ -50,12 +62,16 @@ class Engine:
         defer_interrupt: DeferInterrupt | None = None,
         runner: str = "v2",
         counters: Callable[[], list[RankCounters]] = list,
+        spans: Callable[[], list[RankSpans]] = list,
+        recorder: SpanRecorder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self._call = call
         self._close = close
         self._result = result
         self._counters = counters
+        self._spans = spans
+        self._recorder = recorder
         self._defer_interrupt = defer_interrupt or DeferInterrupt()
         self._intake = Intake(scheduler, vocab_size, seed, runner)
         self._in_flight: deque[StepHandle] = deque()
@@ -73,6 +89,20 @@ class Engine:
         """Return what each rank has counted since its start, by rank; for between two steps."""
         self._check_usable()
         return self._counters()
+
+    def spans(self) -> list[RankSpans]:
+        """Return where each rank's time has gone since its start, by rank; for between two steps.
+
+        Raises ValueError when the engine records no spans.
+        """
+        self._check_usable()
+        if self._recorder is None:
+            raise ValueError("this engine records no spans; start it with step_times or trace")
+        asked_ns = self._recorder.now()
+        spans = self._spans()
+        if problem := clock_problem(asked_ns, spans, self._recorder.now()):
+            raise RuntimeError(problem)
+        return spans
 
     def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         """Raise the ValueError that add_request would raise, and queue nothing."""
@@ -232,9 +262,13 @@ class Engine:
         return updates
 
     def _advance(self) -> list[RequestUpdate]:
-        scheduler = self.scheduler
+        scheduler, recorder = self.scheduler, self._recorder
+        if recorder is not None:
+            recorder.begin_round()
         while len(self._in_flight) < scheduler.depth:
             step = scheduler.schedule()
+            if recorder is not None:
+                recorder.lap_of(SCHEDULE, NO_STEP if step is None else step.step_input.step_id)
             if step is None:
                 break
             try:
@@ -246,7 +280,14 @@ class Engine:
             self._in_flight.append(handle)
         updates = scheduler.take_failed()
         if self._in_flight:
-            updates += scheduler.update(self._result(self._in_flight.popleft()))
+            output = self._result(self._in_flight.popleft())
+            if recorder is not None:
+                recorder.lap_of(WAIT, output.step_id)
+            updates += scheduler.update(output)
+            if recorder is not None:
+                recorder.lap_of(UPDATE, output.step_id)
+                if not (self._in_flight or scheduler.roster.requests):
+                    recorder.rest()
         elif not updates and scheduler.roster.requests:
             raise RuntimeError(
                 f"the scheduler is stuck: {scheduler.num_waiting} requests wait, "

@@ -10,6 +10,7 @@ from typing import Any
 
 _ACCEPTS: dict[str, tuple[type, ...]] = {
     "str": (str,),
+    "str | None": (str, type(None)),
     "int": (int,),
     "bool": (bool,),
     "float": (float, int),

@@ -39,6 +39,8 @@ ENGINE_HELP = {
     "seed": "of every random draw (default 0)",
     "step_timeout_s": "longest wait for one step (default 300)",
     "start_timeout_s": "longest wait for the ranks to start (default 600)",
+    "step_times": "record where each step's time goes, and print it at the end",
+    "trace": "write what each rank did when, to DIR/rank-N.jsonl, at the end",
 }
 SAMPLING_HELP = {
     "max_tokens": "most ids to generate for a prompt (default 256)",
@@ -64,6 +66,7 @@ COUNTS = (
     "num_blocks",
     "max_tokens",
 )
+METAVARS = {"trace": "DIR"}
 SHORT = {"tp": "--tensor-parallel-size", "step_timeout_s": "--step-timeout"}
 
 
@@ -168,7 +171,8 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: str, help_text: str) -
     convert: Any = {"int": int, "float": float, "str": str}[kind.split(" |")[0]]
     if name in COUNTS:
         convert = _count
-    metavar = {"int": "N", "float": "X", "str": "NAME"}[kind.split(" |")[0]]
+    by_kind = {"int": "N", "float": "X", "str": "NAME"}[kind.split(" |")[0]]
+    metavar = METAVARS.get(name, by_kind)
     group.add_argument(*flags, type=convert, metavar=metavar, **settings)
 
 

@@ -34,10 +34,12 @@ from nanorunner.workers.messages import (
     StepOutput,
 )
 from nanorunner.workers.pipe import Message
+from nanorunner.workers.spans import SpanRecorder
 
 RUNNER = "nanorunner.workers.runner_factory:make_runner"
 # A peer's death reaches rank 0 as an error of its own collective before the watcher has judged it.
 VERDICT_WAIT_S = 5.0
+TRACE_WRITING_S = 30.0  # of the ranks' traces: a full ring takes a core about a second
 FOREIGN_VERDICT_WAIT_S = 1.0  # for errors that no collective raises, such as ValueError
 
 logger = logging.getLogger("nanorunner")
@@ -90,6 +92,7 @@ class Ranks:
         self.config = config
         self.defer_interrupt = DeferInterrupt()
         self.runner: Any = None
+        self.recorder: SpanRecorder | None = None  # rank 0's, if its runner has one
         self._meeting = _Meeting()
         self._methods = methods
         self._methods_with_reply = methods_with_reply
@@ -127,7 +130,7 @@ class Ranks:
             self.guard(method, self.config.step_timeout_s, sent_since=self._channel.frame),
         ):
             self._write(method, *args)
-            return rank_loop.call(self.runner, method, *args)
+            return self._run(method, *args)
 
     def call_all(self, method: str, *args: Any) -> list[Any]:
         """Make one call of a method that replies; return every rank's value in rank order."""
@@ -138,7 +141,7 @@ class Ranks:
             return [rank_loop.call(self.runner, method, *args)]
         with self.guard(method, self.config.start_timeout_s, sent_since=self._channel.frame):
             frame = self._write(method, *args)
-            value = rank_loop.call(self.runner, method, *args)
+            value = self._run(method, *args)
             return [value, *self._watcher.replies(frame)]
 
     def result(self, handle: StepHandle) -> StepOutput:
@@ -187,7 +190,10 @@ class Ranks:
             watcher.end()
 
     def close(self) -> None:
-        """End every rank and free everything, within about 10 s. A second call does nothing."""
+        """End every rank and free everything, within about 10 s, longer where traces are written.
+
+        A second call does nothing.
+        """
         if self._is_closed:
             return
         self._is_closed = True
@@ -219,6 +225,7 @@ class Ranks:
             self._threads_before = rendezvous.share_cores(self.config.tp)
             self._meeting.group = rendezvous.join_group(self.config, 0, port)
         self.runner = rank_loop.resolve(runner)(self.config, 0, self._meeting.group)
+        self.recorder = getattr(self.runner, "recorder", None)
 
     def _start(self, runner: str, with_group: bool, segment: Segment) -> None:
         """Start every rank, build rank 0's runner meanwhile, and wait until all are ready."""
@@ -258,7 +265,20 @@ class Ranks:
             raise ValueError("no wire at tp 1")
         # twice the time: the watcher's clock ends the wait first, and knows whom to name
         timeout_s = 2 * max(self.config.step_timeout_s, self.config.start_timeout_s)
-        return self._channel.write_shm(method, *args, timeout_s=timeout_s, check=self.check)
+        begin = 0 if self.recorder is None else self.recorder.now()
+        frame = self._channel.write_shm(method, *args, timeout_s=timeout_s, check=self.check)
+        if self.recorder is not None:
+            self.recorder.sent(frame, begin)
+        return frame
+
+    def _run(self, method: str, *args: Any) -> Any:
+        """Make rank 0's share of a call that is on the wire."""
+        if self.recorder is not None:
+            self.recorder.begin_run()
+        value = rank_loop.call(self.runner, method, *args)
+        if self.recorder is not None:
+            self.recorder.end_run()
+        return value
 
     def _check_method(self, method: str) -> None:
         if self._is_closed:
@@ -287,16 +307,20 @@ class Ranks:
         if self._watcher is None or self._channel is None:
             return
         self._watcher.expect_exit()
+        begin = 0 if self.recorder is None else self.recorder.now()
+        wait_s = EXIT_WAIT_S if self.config.trace is None else EXIT_WAIT_S + TRACE_WRITING_S
         try:
-            self._channel.write_shm(rank_loop.LAST_METHOD, timeout_s=EXIT_WAIT_S)
+            frame = self._channel.write_shm(rank_loop.LAST_METHOD, timeout_s=EXIT_WAIT_S)
+            if self.recorder is not None:
+                self.recorder.sent(frame, begin)
         except Exception as error:
             logger.warning("the ranks are killed, as they cannot be told to leave: %s", error)
             return
         for watched in self._watcher.ranks:
             try:
-                watched.process.wait(EXIT_WAIT_S)
+                watched.process.wait(wait_s)
             except subprocess.TimeoutExpired:
-                logger.warning("r%d did not leave in %g s; it is killed", watched.rank, EXIT_WAIT_S)
+                logger.warning("r%d did not leave in %g s; it is killed", watched.rank, wait_s)
 
     def _free(self) -> None:
         if self._watcher is not None:

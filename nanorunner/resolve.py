@@ -274,6 +274,7 @@ def _runner_config(
         seed=config.seed,
         step_timeout_s=config.step_timeout_s,
         start_timeout_s=config.start_timeout_s,
+        spans=config.step_times or config.trace is not None,
     )
 
 

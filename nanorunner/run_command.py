@@ -45,7 +45,10 @@ def run(arguments: Namespace) -> int:
         return _report(error, RANK_DIED)
     with llm:
         try:
-            return _serve(llm, rows, params, arguments)
+            code = _serve(llm, rows, params, arguments)
+            if config.step_times:
+                _print_step_times(llm)
+            return code
         except RankDied as error:
             return _report(error, RANK_DIED)
         except BrokenPipeError:
@@ -67,6 +70,16 @@ def _serve(llm: LLM, rows: list[Row] | None, params: SamplingParams, arguments: 
     from nanorunner.chat import chat
 
     return chat(llm, params, arguments.system, arguments.raw)
+
+
+def _print_step_times(llm: LLM) -> None:
+    from nanorunner.step_times import step_lines, step_times, whole_steps
+
+    spans = llm.engine.spans()[0]
+    if not whole_steps(spans).size:
+        print("nanorunner: no step ran, so none has a time", file=sys.stderr)
+    else:
+        print("\n".join(step_lines(step_times(spans))), file=sys.stderr)
 
 
 def _start(config: Config) -> LLM:

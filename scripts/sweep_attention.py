@@ -4,8 +4,9 @@
 
 Each case is a batch of decodes in one layer, in a CUDA graph over several caches, so that the L2
 cache is cold: rotation and attention as two launches (apart) and as one (fused), by every plan
-worth a look. `old` cuts every request of a large batch alike; a plan with a least share cuts long
-ones alone (kernels/decode_attention.py). The best are printed, everything is in the JSON.
+worth a look. A plan without a least share (the last field is 0) cuts every request alike, into one
+share where the batch is large; one with a least share cuts long requests alone
+(kernels/decode_attention.py). A line a plan, uniform and ragged batches beside each other.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ import torch
 
 from nanorunner.flags import Parser
 from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.kernels.decode_attention import DecodePlan, decode_attention, plan_decode
+from nanorunner.kernels.decode_attention import (
+    LEAST_SHARE,
+    SPLITS,
+    DecodePlan,
+    decode_attention,
+    plan_decode,
+)
 from nanorunner.kernels.fused_decode import fused_decode
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
 from nanorunner.kernels.triton_support import num_processors
@@ -41,10 +48,11 @@ BLOCK_TOKENS, MAX_LEN = 256, 4096
 SHORTEST, LONGEST = 150, 1900  # of a ragged batch
 NUM_CACHES = 3
 EPS, SCALE = 1e-6, 0.1
-RAGGED = 0
-# requests, tokens each: the most wanted first
-CASES = [(128, RAGGED), (256, RAGGED), (64, RAGGED), (32, RAGGED), (16, RAGGED)]
-CASES += [(256, 720), (64, 720), (32, 720), (8, 720), (1, 400)]
+RAGGED, UNIFORM = 0, 720
+BATCHES = (256, 128, 64, 32, 16, 8, 1)  # requests: the most wanted first
+FEW = (8, 16, 32)  # splits for few requests
+FORMS = ("apart", "fused", "fused early")
+TILES = ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 2, 3), (64, 4, 3))  # tokens, warps, stages
 OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
@@ -117,43 +125,52 @@ def plans_of(num_reqs: int, heads: tuple[int, int, int]) -> list[DecodePlan]:
     processors = num_processors(torch.device("cuda"))
     plans = [plan_decode(num_reqs, *heads, 2, processors, longest) for longest in (0, MAX_LEN)]
     if num_reqs < 16:
-        plans += [DecodePlan(splits, 64, 4, 2) for splits in (8, 16, 32)]
-        plans += [DecodePlan(splits, 32, 2, 2) for splits in (8, 16, 32)]
+        plans += [DecodePlan(splits, *tile) for tile in ((64, 4, 2), (32, 2, 2)) for splits in FEW]
     else:
-        plans += [
-            DecodePlan(splits, *tile, share)
-            for splits, share in ((8, 512), (4, 1024))
-            for tile in ((32, 1, 2), (32, 1, 3), (64, 2, 2), (64, 2, 3), (64, 4, 3))
-        ]
+        splits, share = (SPLITS, LEAST_SHARE) if num_reqs >= 64 else (8, 512)
+        plans += [DecodePlan(splits, *tile, share) for tile in TILES]
     return list(dict.fromkeys(plans))
 
 
-def measure(
-    num_reqs: int, length: int, heads: tuple[int, int, int], end_s: float
-) -> dict[str, Any]:
-    """Time every plan of one case, print the best and return all, the fastest first."""
-    lengths = lengths_of(num_reqs, length)
-    layers = [make_layer(lengths, heads) for _ in range(NUM_CACHES)]
+def forms_of(num_reqs: int, plan: DecodePlan) -> list[str]:
+    """Return the forms that differ: only few requests, all of them cut, are read early."""
+    reads_early = num_reqs <= 16 and plan.num_splits > 1 and not plan.min_share
+    return list(FORMS) if reads_early else list(FORMS[:2])
+
+
+def measure(num_reqs: int, heads: tuple[int, int, int], end_s: float) -> dict[str, Any]:
+    """Time every plan for a uniform and a ragged batch, print a line each, return all."""
+    batches = [lengths_of(num_reqs, length) for length in (UNIFORM, RAGGED)]
+    layers = [[make_layer(lengths, heads) for _ in range(NUM_CACHES)] for lengths in batches]
     tables = torch.rand((MAX_LEN, heads[2]), device="cuda"), torch.ones(heads[2], **OPTIONS)
-    times: list[tuple[float, str, DecodePlan]] = []
+    floors = [
+        round(sum(lengths) * heads[1] * heads[2] * 4 / READ_BYTES_PER_S * 1e6, 2)
+        for lengths in batches
+    ]
+    print(
+        f"{num_reqs} requests: uniform {UNIFORM}, floor {floors[0]} us; "
+        f"ragged {SHORTEST} to {LONGEST}, floor {floors[1]} us",
+        flush=True,
+    )
+    in_use = plan_decode(num_reqs, *heads, 2, num_processors(torch.device("cuda")), MAX_LEN)
+    times: list[list[Any]] = []
     for plan in plans_of(num_reqs, heads):
-        for form in ("apart", "fused", "fused early"):
-            if time.monotonic() < end_s and not (form == "fused early" and num_reqs > 16):
-                launches: list[Launch] = [
-                    partial(launch, form, plan, layer, heads, tables) for layer in layers * 2
-                ]
-                times.append((round(graph_us(launches), 2), form, plan))
-    floor_us = sum(lengths) * heads[1] * heads[2] * 4 / READ_BYTES_PER_S * 1e6
-    kind = str(length) if length else f"{SHORTEST} to {LONGEST}"
-    print(f"{num_reqs} requests of {kind}: floor {floor_us:.1f} us", flush=True)
-    for us, form, plan in sorted(times)[:4]:
-        print(f"    {us:8.2f}  {form:12} {tuple(plan)}", flush=True)
-    return {
-        "num_reqs": num_reqs,
-        "lengths": kind,
-        "floor_us": round(floor_us, 2),
-        "times": [[us, form, *plan] for us, form, plan in sorted(times)],
-    }
+        texts: list[str] = []
+        for form in forms_of(num_reqs, plan):
+            found: list[float | None] = []
+            for own in layers:
+                if time.monotonic() < end_s:
+                    launches: list[Launch] = [
+                        partial(launch, form, plan, layer, heads, tables) for layer in own * 2
+                    ]
+                    found.append(round(graph_us(launches), 1))
+                else:
+                    found.append(None)  # out of time
+            times.append([*plan, form, *found])
+            texts.append(f"{form} " + " ".join(f"{us or '-':>6}" for us in found))
+        mark = "*" if plan == in_use else " "
+        print(f" {mark}{tuple(plan)!s:23} " + "  ".join(texts), flush=True)
+    return {"num_reqs": num_reqs, "floors_us": floors, "times": times}
 
 
 def main(argv: list[str]) -> int:
@@ -177,16 +194,17 @@ def main(argv: list[str]) -> int:
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": describe_machine(),
         "heads": args.heads,
-        "plan_fields": DecodePlan._fields,
+        "columns": [*DecodePlan._fields, "form", "uniform_us", "ragged_us"],
         "cases": [],
     }
-    for num_reqs, length in CASES:
+    print("plan (splits, tile, warps, stages, least share; * in use), form: us uniform, us ragged")
+    for num_reqs in BATCHES:
         if time.monotonic() > end_s:
             print("out of time; the rest was not measured", flush=True)
             break
-        result["cases"].append(measure(num_reqs, length, args.heads, end_s))
+        result["cases"].append(measure(num_reqs, args.heads, end_s))
         write(result, args.out)
-    print(json.dumps(result))
+    print(json.dumps(result, separators=(",", ":")))
     return 0
 
 

@@ -87,6 +87,7 @@ class Channel:
         # rank 0: (number, first byte) of every frame that some rank has not acked, oldest first
         self._unacked: deque[tuple[int, int]] = deque()
         self._poison = ""  # rank 0: why nothing can be sent any more
+        self.on_ack: Callable[[int], None] | None = None  # a reader that wants to know
         self._seen = 0  # a reader's last look at `sent`, made after it had taken the event
         self._fence = Fence()
 
@@ -234,6 +235,8 @@ class Channel:
         self.frame += 1
         self._fence.pass_()  # the copy is complete before rank 0 may see the ack
         self._words[_ack_word(self.rank)] = self.frame
+        if self.on_ack is not None:
+            self.on_ack(self.frame)
         return data, more
 
 

@@ -13,10 +13,15 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+
+from nanorunner.kernels.triton_support import is_compiling_only
+from nanorunner.workers.gpu_spans import GraphMarks
+from nanorunner.workers.spans import SpanRecorder
 
 PLAIN, LOGITS = "plain", "logits"
 FAMILIES = (PLAIN, LOGITS)
@@ -28,6 +33,47 @@ class Descriptor(NamedTuple):
 
     num_reqs: int
     family: str
+
+
+class CapturedGraph(NamedTuple):
+    """A graph, what its body returned, and in an engine that records spans the events in it."""
+
+    graph: torch.cuda.CUDAGraph
+    output: torch.Tensor
+    marks: GraphMarks | None
+
+
+def capture_graph(
+    body: Callable[[], torch.Tensor], pool: Any, recorder: SpanRecorder | None
+) -> list[CapturedGraph]:
+    """Capture a body; several equal copies where their events must take turns (gpu_spans.py).
+
+    Runs it once before: libraries set themselves up at the first call, which a capture forbids.
+    While kernels are only compiled (kernels/compile_ahead.py) that is all, and no copy comes back.
+    """
+    body()
+    if is_compiling_only():
+        return []
+    gpu = None if recorder is None else recorder.gpu
+    copies = []
+    for _ in range(1 if gpu is None else gpu.graph_copies):
+        graph = torch.cuda.CUDAGraph()
+        # thread_local: the watcher's thread of rank 0 may touch the driver meanwhile
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+            if gpu is not None:
+                gpu.begin_capture()
+            output = body()
+        copies.append(CapturedGraph(graph, output, None if gpu is None else gpu.end_capture()))
+    return copies
+
+
+def replay_graph(copies: Sequence[CapturedGraph], recorder: SpanRecorder | None) -> torch.Tensor:
+    """Enqueue a graph and return its output."""
+    if recorder is not None:
+        output: torch.Tensor = recorder.replay(copies).output
+        return output
+    copies[0].graph.replay()
+    return copies[0].output
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
@@ -42,34 +88,32 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
 class GraphManager:
     """All graphs of one rank.
 
-    outputs: descriptor -> what its body returned at capture. Owner: this object. Place: the device,
-    in the graphs' shared memory pool. Lifetime: contents until the next replay of any graph. Last
+    Their outputs, what the bodies returned at capture: Owner: this object. Place: the device, in
+    the graphs' shared memory pool. Lifetime: contents until the next replay of any graph. Last
     writer: that replay, on the main stream.
     """
 
-    def __init__(self, max_num_seqs: int, *, is_enabled: bool) -> None:
+    def __init__(
+        self, max_num_seqs: int, *, is_enabled: bool, recorder: SpanRecorder | None = None
+    ) -> None:
         self.sizes = capture_sizes(max_num_seqs) if is_enabled else []
         self.dispatched: Counter[str] = Counter()  # "plain 8", "logits 8", "eager": steps so far
         self.padded_rows = 0  # computed in vain
-        self._graphs: dict[Descriptor, torch.cuda.CUDAGraph] = {}
-        self.outputs: dict[Descriptor, torch.Tensor] = {}
+        self._recorder = recorder
+        self._graphs: dict[Descriptor, list[CapturedGraph]] = {}
 
     def capture(self, body: Callable[[Descriptor], torch.Tensor]) -> None:
         """Capture body(descriptor) for every size and family.
 
-        Runs each body once before, because a capture may not compile kernels; the caller sees to
-        it that a run writes no live state.
+        Each runs once before; the caller sees to it that a run writes no live state.
         """
         pool = torch.cuda.graph_pool_handle()
         for size in reversed(self.sizes):  # the largest first: the smaller ones fit in its memory
             for family in FAMILIES:
                 descriptor = Descriptor(size, family)
-                body(descriptor)
-                graph = torch.cuda.CUDAGraph()
-                # thread_local: the watcher's thread of rank 0 may touch the driver meanwhile
-                with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                    self.outputs[descriptor] = body(descriptor)
-                self._graphs[descriptor] = graph
+                self._graphs[descriptor] = capture_graph(
+                    partial(body, descriptor), pool, self._recorder
+                )
 
     def dispatch(self, num_reqs: int, *, is_decode: bool, is_plain: bool) -> Descriptor | None:
         """Return the graph that serves this batch, None for an eager step; counts the decision."""
@@ -84,5 +128,4 @@ class GraphManager:
 
     def replay(self, descriptor: Descriptor) -> torch.Tensor:
         """Enqueue a graph and return its output; valid until the next replay."""
-        self._graphs[descriptor].replay()
-        return self.outputs[descriptor]
+        return replay_graph(self._graphs[descriptor], self._recorder)

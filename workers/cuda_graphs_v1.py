@@ -13,8 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.workers.cuda_graphs import capture_sizes
+from nanorunner.workers.cuda_graphs import (
+    CapturedGraph,
+    capture_graph,
+    capture_sizes,
+    replay_graph,
+)
 from nanorunner.workers.messages import BLOCK_SIZE
+from nanorunner.workers.spans import FORWARD, SAMPLE, STAGE
 
 if TYPE_CHECKING:
     from nanorunner.workers.model_runner_v1 import Inputs, ModelRunner
@@ -42,8 +48,8 @@ class DecodeGraphs:
         self.block_tables = torch.zeros((rows, max_blocks), dtype=torch.int32, device=device)
         self.slot_mapping = torch.full((rows,), -1, dtype=torch.int64, device=device)
         self.ascending = torch.arange(rows + 1, dtype=torch.int32, device=device)
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.logits: dict[int, torch.Tensor] = {}  # size -> [size, local_vocab]
+        self.graphs: dict[int, list[CapturedGraph]] = {}  # size -> output [size, local_vocab]
+        self._recorder = runner.recorder
         self._capture(runner)
 
     @torch.inference_mode()
@@ -67,13 +73,14 @@ class DecodeGraphs:
                     runner.k_caches,
                     runner.v_caches,
                 )
-                return runner.compute_local_logits(hidden)
+                if self._recorder is not None:
+                    self._recorder.lap(FORWARD, on_gpu=True)
+                logits = runner.compute_local_logits(hidden)
+                if self._recorder is not None:
+                    self._recorder.lap(SAMPLE, on_gpu=True)
+                return logits
 
-            forward()  # compiles this size's kernels, which a capture may not do
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                self.logits[size] = forward()
-            self.graphs[size] = graph
+            self.graphs[size] = capture_graph(forward, pool, self._recorder)
 
     def replay(self, inputs: Inputs) -> torch.Tensor:
         """Return the logits [num_reqs, local_vocab]; valid until the next replay."""
@@ -89,7 +96,9 @@ class DecodeGraphs:
         self.block_tables[:num_reqs, : batch.block_tables.shape[1]] = batch.block_tables
         self.slot_mapping[:num_reqs] = batch.slot_mapping
         self.slot_mapping[num_reqs:size] = -1
-        self.graphs[size].replay()
+        if self._recorder is not None:
+            self._recorder.lap(STAGE, on_gpu=True)
+        logits = replay_graph(self.graphs[size], self._recorder)
         self.dispatched[f"decode {size}"] += 1
         self.padded_rows += size - num_reqs
-        return self.logits[size][:num_reqs]
+        return logits[:num_reqs]

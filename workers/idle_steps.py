@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from nanorunner.workers.cuda_graphs import PLAIN, Descriptor
+from nanorunner.kernels.few_rows_plans import MAX_ROWS
+from nanorunner.workers.cuda_graphs import PLAIN, Descriptor, capture_sizes
 from nanorunner.workers.full_sampling import MAX_LOGPROB_ENTRIES
 from nanorunner.workers.sampler_warm_up import exercise_sampler
 
@@ -29,6 +30,9 @@ def warm_up(runner: ModelRunner) -> None:
     query_len = min(32, config.max_model_len, config.max_num_batched_tokens)
     for count, is_decode in ((query_len, False), (1, False), (1, True)):
         idle_step(runner, 1, count, is_decode=is_decode)
+    if runner.model.has_few_rows and not runner.has_graphs:  # graphs run these before capture
+        for num_reqs in capture_sizes(min(MAX_ROWS, config.max_num_seqs)):
+            idle_step(runner, num_reqs, 1, is_decode=False)
     runner.states.touch()
     runner.writer.apply()
     _exercise(runner, num_rows=2)

@@ -31,6 +31,7 @@ from nanorunner.workers import pipe as pipes
 from nanorunner.workers.channel import SEGMENT_BYTES, Channel, spin_time_s
 from nanorunner.workers.messages import METHODS_WITH_REPLY, RunnerConfig
 from nanorunner.workers.pipe import Message
+from nanorunner.workers.spans import SpanRecorder
 
 LAST_METHOD = "close"
 IDLE_WAIT_S = 1.0  # an idle rank looks this often whether rank 0 still lives
@@ -60,14 +61,22 @@ def loop(
     is_parent_alive: Callable[[], bool] = lambda: True,
 ) -> None:
     """Read calls and make them, until `close` has been made or the parent has died."""
+    recorder: SpanRecorder | None = getattr(runner, "recorder", None)
+    if recorder is not None:
+        channel.on_ack = recorder.acked
     method = ""
     while method != LAST_METHOD:
         if not channel.wait(IDLE_WAIT_S):
             if not is_parent_alive():
                 return
             continue
+        begin = 0 if recorder is None else recorder.now()
         frame, method, args = channel.read_shm()
+        if recorder is not None:
+            recorder.received(frame, begin)
         value = call(runner, method, *args)
+        if recorder is not None:
+            recorder.end_run()
         if method in methods_with_reply:
             pipes.send(pipe, Message(frame, "ok", value))
 

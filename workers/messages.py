@@ -11,14 +11,17 @@ pickles to four times the size, and 256 string ids to 5.5 kB).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from nanorunner.workers.full_sampling import FullSampling
 from nanorunner.workers.model_config import ModelConfig
-from nanorunner.workers.rank_counters import RankCounters
+from nanorunner.workers.spans import RankSpans
+
+if TYPE_CHECKING:  # it imports torch, which a rank without a group does without
+    from nanorunner.workers.rank_counters import RankCounters
 
 BLOCK_SIZE = 256  # token slots in one KV block, the card's figure
 
@@ -136,15 +139,25 @@ class Runner(Protocol):
     def counters(self) -> RankCounters:
         """Return what this rank has counted since its start."""
 
+    def spans(self) -> RankSpans:
+        """Return what this rank has recorded; only where RunnerConfig.spans is set."""
+
     def close(self) -> None:
         """Free what this rank holds; a second call does nothing."""
 
 
 # The methods a frame may name. Those with a reply send (frame, "ok", value) over the rank's pipe.
 METHODS_WITH_REPLY = frozenset(
-    {"load_model", "profile", "allocate_kv", "capture", "counters", "close"}
+    {"load_model", "profile", "allocate_kv", "capture", "counters", "spans", "close"}
 )
 METHODS = METHODS_WITH_REPLY | {"step"}
+
+
+class Trace(NamedTuple):
+    """Where the ranks leave their traces when they close (trace_file.py)."""
+
+    folder: str  # it is there
+    head: dict[str, Any]  # what stands in the first line of each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,3 +186,5 @@ class RunnerConfig:
     start_timeout_s: float
     all_reduce: str = "auto"  # of small tensors on GPUs: auto | nccl | peer
     batch_invariant: bool = False  # results never depend on who shares the batch, not by a bit
+    spans: bool = False  # record where each step's time goes (spans.py)
+    trace: Trace | None = None  # and write it down at the end

@@ -40,6 +40,7 @@ from nanorunner.workers.request_states import RequestStates
 from nanorunner.workers.runner_stages import RunnerStages
 from nanorunner.workers.sampler_v2 import SamplerV2
 from nanorunner.workers.sampling_state import SamplingState
+from nanorunner.workers.spans import APPLY, DOWNLOAD, FORWARD, PREPARE, SAMPLE, STAGE
 from nanorunner.workers.staged_tensor import StagedWriter
 from nanorunner.workers.step_extras import DeviceExtras
 from nanorunner.workers.step_inputs import StepInputs
@@ -71,10 +72,10 @@ class ModelRunner(RunnerStages):
         )
         tables = self.states.tables
         self.sampler = SamplerV2(
-            self.sampling, tables.token_ids, self.states.prompt_len, tables.prefill_len, group
+            self.sampling, tables.token_ids, self.states.prompt_len, tables.prefill_len, self.peers
         )
         prompt_logprobs = PromptLogprobs(
-            self.model.compute_logits, tables.token_ids, self.model.local_vocab, group
+            self.model.compute_logits, tables.token_ids, self.model.local_vocab, self.peers
         )
         self.prompts = PromptReaders(config.max_num_reqs, prompt_logprobs)
         self.inputs = StepInputs(
@@ -84,7 +85,7 @@ class ModelRunner(RunnerStages):
             depth,
             place,
         )
-        self.outputs = OutputRing(depth + 2, config.max_num_seqs, place)
+        self.outputs = OutputRing(depth + 2, config.max_num_seqs, place, self.recorder)
         # until capture()
         self.graphs: GraphManager = GraphManager(config.max_num_seqs, is_enabled=False)
         # the current batch, as the CPU knows it
@@ -114,7 +115,9 @@ class ModelRunner(RunnerStages):
     @torch.inference_mode()
     def capture_graphs(self) -> GraphManager:
         """Capture every decode graph on a batch of nobody, and return their manager."""
-        graphs = GraphManager(self.config.max_num_seqs, is_enabled=self.has_graphs)
+        graphs = GraphManager(
+            self.config.max_num_seqs, is_enabled=self.has_graphs, recorder=self.recorder
+        )
         if self.has_graphs:
             self.inputs.send(NO_ROWS, NO_ROWS, np.zeros(0, np.bool_))
             graphs.capture(self.decode_body)
@@ -132,20 +135,33 @@ class ModelRunner(RunnerStages):
         """Enqueue one step; rank 0 gets its handle, before the device has begun."""
         self.group.check()  # a replay raises nothing when its all-reduce has given up
         step_input = StepInput.from_wire(wire)
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.begin_step(step_input.step_id)
         if self._apply(step_input):
             self._begin_batch()
+        if recorder is not None:
+            recorder.lap(STAGE, on_gpu=True)
+            computed = self.states.computed[self._rows]
+            recorder.note_batch(self._counts, computed, len(self._sampled_ids))
         extras = None
         if len(self._rows):
             extras = self._run()
             self.states.advance(self._rows, self._counts, self._samples)
-        if self.rank != 0:
-            return None
+        handle = self._handle(step_input.step_id, extras) if self.rank == 0 else None
+        if recorder is not None:
+            recorder.lap(DOWNLOAD)
+            recorder.end_step()
+        return handle
+
+    def _handle(self, step_id: int, extras: DeviceExtras | None) -> PendingStep:
+        """Return what rank 0 reads the step's results from."""
         arrival = None
         num_sampled = len(self._sampled_ids)
         if num_sampled or extras is not None:
             arrival = self.outputs.finish(num_sampled, extras)
         return PendingStep(
-            step_input.step_id,
+            step_id,
             self._sampled_ids,
             self.outputs,
             arrival,
@@ -168,6 +184,10 @@ class ModelRunner(RunnerStages):
             self.prompts.add(row, new)
         for request_id, block_ids in step.new_blocks:
             states.append_blocks(request_id, block_ids)
+        if self.recorder is not None:
+            self.recorder.lap(APPLY)
+            if step.new_blocks or step.batch is not None or not self._is_decode:
+                self.recorder.begin_gpu()  # else nothing is sent
         self.writer.apply()
         tables = states.tables
         self.sampling.fill_slots(tables.token_ids, states.prompt_len, tables.prefill_len)
@@ -239,28 +259,37 @@ class ModelRunner(RunnerStages):
         ids = self.sampler.sample(logits, mapping, buffers.positions, rows, needs)
         self.sampler.count_sampled(ids, mapping, buffers.positions, needs)
         self._advance(buffers.query_start_loc, ids)
-        if not self._has_logprobs:
-            return None
-        # now: the next replay writes over the logits
-        return DeviceExtras(self.sampler.logprobs(logits, ids, rows), [], [])
+        extras = None
+        if self._has_logprobs:  # now: the next replay writes over the logits
+            extras = DeviceExtras(self.sampler.logprobs(logits, ids, rows), [], [])
+        if self.recorder is not None:
+            self.recorder.lap(SAMPLE, on_gpu=True)
+        return extras
 
     def decode_body(self, descriptor: Descriptor) -> torch.Tensor:
         """A decode of descriptor.num_reqs rows; what a graph captures.
 
         Returns its logits, of a plain one its ids.
         """
-        inputs, size = self.inputs, descriptor.num_reqs
+        inputs, size, recorder = self.inputs, descriptor.num_reqs, self.recorder
         buffers = inputs.decode_buffers(size)
         prepare_decode_inputs(
             inputs.header, inputs.idx_mapping, self.states.tables, buffers, BLOCK_SIZE
         )
+        if recorder is not None:
+            recorder.lap(PREPARE, on_gpu=True)
         hidden = self._forward(buffers, max_query_len=1, max_seq_len=self.config.max_model_len)
+        if recorder is not None:
+            recorder.lap(FORWARD, on_gpu=True)
         if descriptor.family != PLAIN:
-            return self.model.compute_logits(hidden)
-        mapping = inputs.idx_mapping[:size]
-        ids = self._sample_plain(hidden, mapping, buffers.positions)
-        self._advance(buffers.query_start_loc, ids)
-        return ids
+            output = self.model.compute_logits(hidden)
+        else:
+            mapping = inputs.idx_mapping[:size]
+            output = self._sample_plain(hidden, mapping, buffers.positions)
+            self._advance(buffers.query_start_loc, output)
+        if recorder is not None:
+            recorder.lap(SAMPLE, on_gpu=True)
+        return output
 
     def _sample_plain(
         self, hidden: torch.Tensor, idx_mapping: torch.Tensor, positions: torch.Tensor
@@ -283,7 +312,9 @@ class ModelRunner(RunnerStages):
         needs: Int32 | None = None,
     ) -> DeviceExtras | None:
         """Any batch, eagerly: prompts, chunks of prompts and decodes packed one after the other."""
-        inputs = self.inputs
+        inputs, recorder = self.inputs, self.recorder
+        if recorder is not None:
+            recorder.begin_gpu()
         num_sampled, max_query_len = int(samples.sum()), int(counts.max())
         buffers = inputs.mixed_buffers(len(rows), int(counts.sum()))
         sampled = inputs.logits_rows(num_sampled)
@@ -297,7 +328,11 @@ class ModelRunner(RunnerStages):
             max_query_len,
             BLOCK_SIZE,
         )
+        if recorder is not None:
+            recorder.lap(PREPARE, on_gpu=True)
         hidden = self._forward(buffers, max_query_len, max_seq_len)
+        if recorder is not None:
+            recorder.lap(FORWARD, on_gpu=True)
         extras = DeviceExtras([], [], [])
         if self.prompts:
             results = self.prompts.collect(hidden, rows, counts, self.states.computed)
@@ -314,6 +349,8 @@ class ModelRunner(RunnerStages):
                 groups = self.sampler.logprobs(logits, ids, sampled_rows)
                 extras = extras._replace(groups=groups)
         self._advance(buffers.query_start_loc, ids, inputs.logits_places)
+        if recorder is not None:
+            recorder.lap(SAMPLE, on_gpu=True)
         return extras if any(extras) else None
 
     def _forward(self, buffers: InputBuffers, max_query_len: int, max_seq_len: int) -> torch.Tensor:

@@ -19,7 +19,8 @@ import numpy as np
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.workers.cuda_graphs import EAGER
+from nanorunner.kernels.few_rows_plans import MAX_ROWS
+from nanorunner.workers.cuda_graphs import EAGER, capture_sizes
 from nanorunner.workers.cuda_graphs_v1 import DecodeGraphs
 from nanorunner.workers.device import Device, Download
 from nanorunner.workers.distributed import Group
@@ -27,6 +28,15 @@ from nanorunner.workers.messages import BLOCK_SIZE, RunnerConfig, StepInput, Ste
 from nanorunner.workers.runner_stages import RunnerStages
 from nanorunner.workers.sampler import Sampler
 from nanorunner.workers.sequences_v1 import Sequence, Sequences
+from nanorunner.workers.spans import (
+    APPLY,
+    DOWNLOAD,
+    FORWARD,
+    PREPARE,
+    SAMPLE,
+    WAIT,
+    SpanRecorder,
+)
 
 
 class Inputs(NamedTuple):
@@ -87,6 +97,9 @@ class ModelRunner(RunnerStages):
             if logits is not None:
                 for top_k in (0, 2):  # the plain path, and the one that masks
                     self.sampler(logits, **self.dummy_sampling(1, top_k, top_p=1.0))
+        if self.model.has_few_rows and not self.has_graphs:  # graphs run these before capture
+            for num_reqs in capture_sizes(min(MAX_ROWS, self.config.max_num_seqs)):
+                self.run_eager(self.dummy_inputs(num_reqs, 1))
 
     def dummy_sampling(self, rows: int, top_k: int, top_p: float) -> dict[str, torch.Tensor]:
         """Return prepare_sample()'s tensors for `rows` requests that all ask for the same."""
@@ -122,10 +135,18 @@ class ModelRunner(RunnerStages):
         """Apply one StepInput, run it to its end and return rank 0's handle."""
         self.group.check()  # a replay raises nothing when its all-reduce has given up
         step_input = StepInput.from_wire(wire)
+        recorder = self.recorder
+        if recorder is not None:
+            recorder.begin_step(step_input.step_id)
         seqs = self.sequences.apply(step_input)
+        if recorder is not None:
+            recorder.lap(APPLY)
+            self._note_batch(recorder, seqs)
         is_prefill = any(seq.num_scheduled_tokens > 1 or not seq.samples for seq in seqs)
         token_ids = self.run(seqs, is_prefill) if seqs else []
         sampled = self.sequences.finish_step()
+        if recorder is not None:
+            recorder.end_step()
         if self.rank != 0:
             return None
         request_ids = np.array([seq.request_id for seq in sampled], np.int32)
@@ -136,17 +157,36 @@ class ModelRunner(RunnerStages):
     @torch.inference_mode()
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int] | None:
         """Do one whole step and return the sampled ids on rank 0, None on the others."""
+        recorder = self.recorder
         inputs = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
+        if recorder is not None:
+            recorder.lap(PREPARE)
+            recorder.begin_gpu()  # not before: until here the GPU waited for Python
         sampling = [seq for seq in seqs if seq.samples]
         if not sampling:  # every row is inside an unfinished prompt
             self.run_eager(inputs)
             return [] if self.rank == 0 else None
         logits = self.run_model(inputs, is_prefill)
-        if logits is None:
+        token_ids = None
+        if logits is not None:
+            token_ids = self.sampler(logits, **self.prepare_sample(sampling))
+        if recorder is not None:
+            recorder.lap(SAMPLE, on_gpu=True)
+        if token_ids is None:
             return None
-        token_ids = self.sampler(logits, **self.prepare_sample(sampling))
-        ids: list[int] = Download(token_ids).result(self.config.step_timeout_s).tolist()
+        download = Download(token_ids)
+        if recorder is not None:
+            recorder.lap(DOWNLOAD, on_gpu=True)
+        ids: list[int] = download.result(self.config.step_timeout_s).tolist()
+        if recorder is not None:
+            recorder.lap(WAIT)
         return ids
+
+    def _note_batch(self, recorder: SpanRecorder, seqs: list[Sequence]) -> None:
+        """Tell the recorder what the step computes."""
+        counts = np.array([seq.num_scheduled_tokens for seq in seqs], np.int64)
+        computed = np.array([seq.num_cached_tokens for seq in seqs], np.int64)
+        recorder.note_batch(counts, computed, sum(seq.samples for seq in seqs))
 
     def prepare_prefill(self, seqs: list[Sequence]) -> Inputs:
         """Pack each sequence's scheduled tokens one after the other."""
@@ -239,7 +279,7 @@ class ModelRunner(RunnerStages):
                 self.graphs.dispatched[EAGER] += 1
         else:
             local_logits = self.graphs.replay(inputs)
-        parts = self.group.gather(local_logits)
+        parts = self.peers.gather(local_logits)
         if parts is None:
             return None
         whole = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
@@ -247,9 +287,12 @@ class ModelRunner(RunnerStages):
 
     def run_eager(self, inputs: Inputs) -> torch.Tensor:
         """Return the last hidden states [num_tokens, hidden]."""
-        return self.model.forward(
+        hidden = self.model.forward(
             inputs.input_ids, inputs.positions, inputs.batch, self.k_caches, self.v_caches
         )
+        if self.recorder is not None:
+            self.recorder.lap(FORWARD, on_gpu=True)
+        return hidden
 
     def compute_local_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of the logits [rows, local_vocab]."""

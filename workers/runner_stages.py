@@ -1,9 +1,9 @@
 """What both runners hold and do before their first step, and after their last.
 
-    load_model     this rank's share of the weights
+    load_model     this rank's share of the weights; on a GPU all kernels compile meanwhile
     profile        how many KV blocks fit beside the widest step (profile.py)
     allocate_kv    the cache, and one K and one V view a layer
-    capture        kernels compiled, decode graphs captured
+    capture        every kind of step once, decode graphs captured
     ... steps: model_runner_v1.py, model_runner.py ...
     close
 
@@ -12,12 +12,17 @@ Each is a call on the wire (messages.Runner), so every rank makes them in this o
 
 from __future__ import annotations
 
+import logging
+import time
 from abc import ABC, abstractmethod
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
-from nanorunner.kernels.warm_up import warm_up_attention
+from nanorunner.kernels.compile_ahead import compile_ahead, threads_of_rank
+from nanorunner.kernels.triton_support import triton
+from nanorunner.kernels.warm_up import warm_up_attention, warm_up_fused_decode
 from nanorunner.workers import kv_cache
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
@@ -25,7 +30,16 @@ from nanorunner.workers.messages import KvRoom, RunnerConfig
 from nanorunner.workers.models.decoder import Decoder
 from nanorunner.workers.profile import measure_kv_room
 from nanorunner.workers.rank_counters import RankCounters, read_counters
+from nanorunner.workers.span_recording import open_recorder
+from nanorunner.workers.spans import RankSpans
+from nanorunner.workers.trace_file import write_trace
+from nanorunner.workers.traced_group import TracedGroup
 from nanorunner.workers.weights import load_weights
+
+logger = logging.getLogger("nanorunner")
+
+REHEARSED_LAYERS = 2  # the first one has no residual yet, all others launch what the second does
+LAST_EVENTS_WAIT_S = 2.0  # for the last steps' GPU spans; after a failure they may never come
 
 
 class RunnerStages(ABC):
@@ -43,13 +57,18 @@ class RunnerStages(ABC):
         self.dtype = getattr(torch, config.dtype)
         self.has_graphs = device.is_cuda and not config.enforce_eager
         self.memory_before = device.memory() if device.is_cuda else None
+        self.recorder = open_recorder(config, rank, device)  # None: no spans are wanted
+        # the ranks as model and sampler see them; at tp 1 there is nothing to time
+        self.peers: Group | TracedGroup = group
+        if self.recorder is not None and config.tp > 1:
+            self.peers = TracedGroup(group, self.recorder)
         self.model = Decoder(
             config.model,
             tp=config.tp,
             rank=rank,
             dtype=self.dtype,
             device=device.torch_device,
-            group=group,
+            group=self.peers,
             attention_backend=config.attention_backend,
             max_model_len=config.max_model_len,
             batch_invariant=config.batch_invariant,
@@ -57,8 +76,30 @@ class RunnerStages(ABC):
         self.graphs: Any = None  # what capture_graphs() returned
 
     def load_model(self) -> None:
-        """Fill this rank's share of the weights."""
-        load_weights(self.model, self.config)
+        """Fill this rank's share of the weights; kernels compile meanwhile (compile_ahead.py)."""
+        start = time.perf_counter()
+        if not self.device.is_cuda or triton is None:
+            load_weights(self.model, self.config)
+            return
+        device, threads = self.device.torch_device, threads_of_rank(self.config.tp)
+        with compile_ahead(device, threads, self.config.start_timeout_s) as compilers:
+            with compilers.rehearsal():
+                self._rehearse()
+            rehearsed = time.perf_counter()
+            load_weights(self.model, self.config)
+            self.device.finish(self.config.start_timeout_s)
+            loaded = time.perf_counter()
+            num_kernels = len(compilers.futures)
+        logger.info(
+            "r%d start: rehearsal of %d kernels %.1f s, weights %.1f, then %.1f until all were "
+            "compiled, on %d threads",
+            self.rank,
+            num_kernels,
+            rehearsed - start,
+            loaded - rehearsed,
+            time.perf_counter() - loaded,
+            threads,
+        )
 
     def profile(self) -> KvRoom:
         """Return how many KV blocks this rank has room for."""
@@ -84,18 +125,40 @@ class RunnerStages(ABC):
         self.kv_cache = torch.empty(0)
 
     def capture(self) -> None:
-        """Compile the kernels that serving will use, then capture the decode graphs."""
+        """Run every kind of step once, then capture the decode graphs."""
+        self._exercise()
+        self.graphs = self.capture_graphs()
+
+    def _rehearse(self) -> None:
+        """Make every launch of the later stages, on few layers and a cache of one block."""
+        layers = self.model.layers
+        with ExitStack() as stack:
+            self.allocate_kv(num_blocks=1)
+            stack.callback(self.release_kv)
+            stack.callback(setattr, self.model, "layers", layers)
+            self.model.layers = layers[:REHEARSED_LAYERS]
+            self._exercise()
+            self.widest_step()
+            self.capture_graphs()
+
+    def _exercise(self) -> None:
+        """Launch every attention kernel over no data, then run every kind of step once."""
         if self.config.attention_backend == "triton":
-            warm_up_attention(
-                qkv_width=self.model.layers[0].qkv.shape[0],
-                num_heads=self.model.local_heads,
-                k_cache=self.k_caches[0],
-                v_cache=self.v_caches[0],
+            layer = self.model.layers[0]
+            caches = {"k_cache": self.k_caches[0], "v_cache": self.v_caches[0]}
+            width, heads = layer.qkv.shape[0], self.model.local_heads
+            num_reqs = self.config.max_num_seqs
+            warm_up_attention(width, heads, **caches, dtype=self.dtype, max_num_reqs=num_reqs)
+            warm_up_fused_decode(
+                width,
+                heads,
+                **caches,
+                cos_sin=self.model.cos_sin,
+                norms=(layer.q_norm, layer.k_norm),
                 dtype=self.dtype,
-                max_num_reqs=self.config.max_num_seqs,
+                max_num_reqs=num_reqs,
             )
         self.warm_up()
-        self.graphs = self.capture_graphs()
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -115,10 +178,27 @@ class RunnerStages(ABC):
             return read_counters({}, 0)
         return read_counters(self.graphs.dispatched, self.graphs.padded_rows)
 
+    def spans(self) -> RankSpans:
+        """Return what this rank has recorded since its start; for between two steps."""
+        if self.recorder is None:
+            raise RuntimeError("this engine records no spans; start it with step_times or trace")
+        return self.recorder.collect(self.config.step_timeout_s)
+
     def close(self) -> None:
-        """Free graphs, cache and weights, and leave the group; a second call does nothing."""
-        self.graphs = None
-        self.release_kv()
-        self.model.release()
-        self.group.close()
-        self.device.release()
+        """Write the trace if one is wanted, free graphs, cache and weights, and leave the group.
+
+        A second call does nothing.
+        """
+        recorder, self.recorder = self.recorder, None
+        try:
+            if recorder is not None and self.config.trace is not None:
+                write_trace(self.config, recorder.collect(LAST_EVENTS_WAIT_S))
+        except OSError as error:
+            logger.error("the trace of rank %d is lost: %s", self.rank, error)
+            raise
+        finally:
+            self.graphs = None
+            self.release_kv()
+            self.model.release()
+            self.group.close()
+            self.device.release()

@@ -26,6 +26,7 @@ from nanorunner.kernels.uva import uva_problem, uva_view
 from nanorunner.workers.device import POLL_S
 from nanorunner.workers.messages import Int32, StepOutput
 from nanorunner.workers.request_rows import Int64, RequestRows
+from nanorunner.workers.spans import DOWNLOAD, SpanRecorder
 from nanorunner.workers.step_extras import DeviceExtras
 
 SPIN_S = 0.002  # before the first sleep: a decode step is rarely longer, a sleep costs 60 us
@@ -54,8 +55,15 @@ class OutputRing:
     main stream.
     """
 
-    def __init__(self, num_slots: int, max_num_seqs: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        num_slots: int,
+        max_num_seqs: int,
+        device: torch.device,
+        recorder: SpanRecorder | None = None,
+    ) -> None:
         self.num_slots = num_slots
+        self._recorder = recorder
         self.step_counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.num_steps = 0  # the CPU's count of the same steps
         is_cuda = device.type == "cuda"
@@ -104,10 +112,14 @@ class OutputRing:
         if self._is_on_device:
             pairs.append((self._pinned[slot, :num_sampled], self.ids[slot, :num_sampled]))
         self._copy_stream.wait_event(event)
+        recorder = self._recorder
         with torch.cuda.stream(self._copy_stream):
+            begun = None if recorder is None else recorder.begin_inner(DOWNLOAD)
             for target, source in pairs:
                 target.copy_(source, non_blocking=True)
             self._copied[slot].record()
+            if recorder is not None and begun is not None:
+                recorder.end_inner(DOWNLOAD, begun)
         return Arrival(self.num_steps, ids, targets, self._copied[slot])
 
     def check(self, step: int) -> None:

@@ -247,22 +247,24 @@ def choices(records: Sequence[Record], name: str) -> Drawing:
 
 
 def steps(records: Sequence[Record]) -> Drawing:
-    """Draw where a step's time goes, stage by stage."""
+    """Draw where a step's time goes, stage by stage, the CPU's and the GPU's beside each other."""
     shown = [record for record in records if record.step_ms]
     if not shown:
         raise NothingToShow("no result holds the times of a step's stages")
     figure, (axes,) = canvas()
     names = telling_names(shown)
-    stages = list(dict.fromkeys(stage for record in shown for stage in record.step_ms))
+    bars = [(record, kind) for record in shown for kind in record.step_ms]
+    stages = list(dict.fromkeys(s for record, kind in bars for s in record.step_ms[kind]))
     colours = matplotlib.colormaps["tab20"]
-    places = range(len(shown))
-    left = [0.0] * len(shown)
+    places = range(len(bars))
+    left = [0.0] * len(bars)
     for index, stage in enumerate(stages):
-        widths = [record.step_ms.get(stage, 0.0) for record in shown]
+        widths = [record.step_ms[kind].get(stage, 0.0) for record, kind in bars]
         colour = colours(index % colours.N)
         axes.barh(places, widths, left=left, label=stage.replace("_", " "), color=colour)
         left = [begin + width for begin, width in zip(left, widths, strict=True)]
-    axes.set_yticks(places, [label(record, names) or record.source for record in shown])
+    labels = [f"{label(record, names) or record.source}, {kind.upper()}" for record, kind in bars]
+    axes.set_yticks(places, labels)
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds a step")
     return finish("steps", "Where a step's time goes", "Means of all steps.", figure)

@@ -114,11 +114,11 @@ def timed_job(args: Namespace, resolved: Resolved) -> Job:
 
 def _arrival_kind(args: Namespace) -> str:
     """Return which arrivals the flags mean; ValueError when they say nothing or two things."""
-    needs = {"closed": "concurrency", "trace": "trace"} | dict.fromkeys(
+    needs = {"closed": "concurrency", "trace": "replay"} | dict.fromkeys(
         ("poisson", "constant", "burst"), "rate"
     )
     kind = args.arrivals
-    if kind is None and args.trace is not None:
+    if kind is None and args.replay is not None:
         kind = "trace"
     elif kind is None and args.concurrency is not None:
         kind = "closed"
@@ -127,13 +127,13 @@ def _arrival_kind(args: Namespace) -> str:
     if kind is None:
         raise ValueError(
             "load: say how requests arrive: --rate 4 (Poisson), --concurrency 8 (closed loop), "
-            "--trace FILE, or --arrivals all"
+            "--replay FILE, or --arrivals all"
         )
     wanted = {needs[kind]} if kind in needs else set()
     if kind == "burst" and args.burstiness is None:
         raise ValueError("arrivals burst: needs --burstiness, such as 0.5; 1 would be Poisson")
     allowed = wanted | {"burst": {"burstiness"}, "trace": {"speed"}}.get(kind, set())
-    for name in ("rate", "concurrency", "trace", "burstiness", "speed"):
+    for name in ("rate", "concurrency", "replay", "burstiness", "speed"):
         is_given = getattr(args, name) is not None
         if name in wanted and not is_given:
             raise ValueError(f"arrivals {kind}: needs --{name}")
@@ -144,10 +144,10 @@ def _arrival_kind(args: Namespace) -> str:
 
 def _choose(args: Namespace, resolved: Resolved) -> tuple[Job, list[float]]:
     """Return the set that the flags mean, all at once, and a trace's times."""
-    trace = getattr(args, "trace", None)
+    trace = getattr(args, "replay", None)
     path = args.prompts if trace is None else trace
     if path is not None and (args.workload is not None or (trace and args.prompts)):
-        raise ValueError("--workload, --prompts, --trace: give one of them")
+        raise ValueError("--workload, --prompts, --replay: give one of them")
     if path is not None:
         _refuse_unused(args, "file")
         return _file_job(args, resolved, str(path), is_trace=trace is not None)

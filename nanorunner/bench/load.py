@@ -22,10 +22,10 @@ def add_flags(parser: ArgumentParser) -> None:
     """Add the command's flags."""
     workload = add_workload_flags(parser)
     workload.add_argument(
-        "--trace",
+        "--replay",
         type=Path,
         metavar="FILE",
-        help="a JSONL of prompts whose lines have timestamp_s or timestamp_ms; replayed",
+        help="a trace: a JSONL of prompts whose lines have timestamp_s or timestamp_ms",
     )
     group = parser.add_argument_group("arrivals")
     group.add_argument(

@@ -81,6 +81,18 @@ def add_measuring_flags(parser: ArgumentParser, *, repeat: int) -> None:
         metavar="S",
         help=f"longest pass in seconds (default {DEFAULT_TIME_LIMIT_S:g})",
     )
+    group.add_argument(
+        "--bandwidth",
+        type=number_above_0,
+        metavar="GB/S",
+        help="memory bandwidth of one device, for --step-times' bound (known for H200)",
+    )
+    group.add_argument(
+        "--tflops",
+        type=number_above_0,
+        metavar="TFLOP/S",
+        help="matrix products of one device, for the same (known for H200, 16-bit)",
+    )
     group.add_argument("--definitions", action=ShowDefinitions, help="what every figure means")
     group.add_argument("-q", "--quiet", action="store_true", help="log warnings and errors only")
     sampling = parser.add_argument_group("sampling of every request; it runs to its full length")

@@ -92,7 +92,7 @@ def _time_s(entry: dict[str, Any], is_trace: bool) -> float | None:
     given = [key for key in TIME_KEYS if key in entry]
     if not is_trace:
         if given:
-            raise ValueError(f"{given[0]}: only a trace has times; replay it with --trace")
+            raise ValueError(f"{given[0]}: only a trace has times; give it as --replay")
         return None
     if len(given) != 1:
         raise ValueError(f"a trace needs one of {' or '.join(TIME_KEYS)} in every line")

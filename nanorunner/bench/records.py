@@ -76,7 +76,8 @@ class Record:
     device: str = ""  # the GPU's name, "" on a CPU
     shape: Shape | None = None
     model: ModelConfig | None = None
-    step_ms: dict[str, float] = field(default_factory=dict)  # stage -> milliseconds a step
+    # "cpu" and "gpu" -> stage -> milliseconds a step
+    step_ms: dict[str, dict[str, float]] = field(default_factory=dict)
     counters: dict[str, Any] = field(default_factory=dict)
 
 

@@ -32,6 +32,14 @@
                    memory: {host_peak_gib: all processes together, since they began,
                             gpu_peak_gib: [by rank] | null, pinned_peak_gib: [by rank] | null},
                    not_counted: {what: why}},
+      "steps": {"rank": 0, "num_steps", "step_us": {"median", "p95", "mean"},     --step-times alone
+                "parts": {name: {"kind": "cpu" | "gpu", "median_us", "p95_us", "mean_us",
+                                 "share": of the steps' time}},       as they are stacked, each kind
+                                     for itself; the means of a kind add up to step_us' mean
+                "gpu_idle_share": of the GPU's time | null (a CPU), "num_lost", "note",
+                "prediction": {"bytes_a_step", "operations_a_step", "requests_a_step",
+                               "tokens_a_step", "bound_us" | null, "measured_us",
+                               "mbu" | null, "mfu" | null, "limits": source | null, "formula"}},
       "outputs": {"digests": [of all output ids, by repeat], "equal": all repeats the same},
       "output_ids": [[ids of request 0], ...]         of the first repeat, with --keep-ids alone
       "errors": ["request 3: error: ..."]             the first ten
@@ -51,6 +59,8 @@ from pathlib import Path
 from typing import Any
 
 from nanorunner.bench.metrics import LATENCIES, METRICS
+from nanorunner.bench.steps import prediction_lines
+from nanorunner.step_times import step_lines
 
 SCHEMA = 1
 INCLUDES = {"tokenizer": False, "scheduler": True, "rpc": True, "forward": True, "sampler": True}
@@ -118,6 +128,9 @@ def table(result: Mapping[str, Any]) -> str:
         figures = (_figure(values[key]) for key in ("median", "min", "max"))
         lines.append(ROW.format(name, *figures, values["unit"], values["samples"]))
     lines += ["", *_counter_lines(counters, num_repeats)]
+    if "steps" in result:
+        steps = result["steps"]
+        lines += ["", *step_lines(steps), "", *prediction_lines(steps["prediction"])]
     if not result["outputs"]["equal"]:
         lines.append("the repeats' output ids differ")
     lines += [f"FAILED {error}" for error in result["errors"]]

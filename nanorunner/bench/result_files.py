@@ -125,7 +125,7 @@ def _record(
         device=_device(config, result["machine"]),
         shape=shape,
         model=_model(result.get("model")),
-        step_ms=dict(result.get("step_ms", {})),
+        step_ms=_step_ms(result),
         counters=result.get("counters", {}),
     )
 
@@ -216,3 +216,11 @@ def _old_record(result: dict[str, Any], name: str, source: str) -> Record:
         model=parse(load_preset(result["model"])),
         counters={"scheduler": load.get("scheduler", {})},
     )
+
+
+def _step_ms(result: dict[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the means of a result's step times by kind, empty where it has none."""
+    times: dict[str, dict[str, float]] = {}
+    for name, part in result.get("steps", {}).get("parts", {}).items():
+        times.setdefault(part["kind"], {})[name] = part["mean_us"] / 1000
+    return times

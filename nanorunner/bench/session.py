@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nanorunner.bench import counters
+from nanorunner.bench.bounds import limits_of
 from nanorunner.bench.code_version import git_commit
 from nanorunner.bench.driver import Clock, PassRecord, Request, run_pass
 from nanorunner.bench.job import Job
@@ -38,6 +39,7 @@ from nanorunner.bench.result import (
     table,
     write_result,
 )
+from nanorunner.bench.steps import measured_steps
 from nanorunner.compatibility import check_params
 from nanorunner.config import Config, make_config
 from nanorunner.errors import RankDied
@@ -74,6 +76,7 @@ def run_benchmark(
         config = make_config({**DEFAULTS, **engine_settings(args)})
         params = sampling_params(args)
         check_params(config.runner, params)
+        _check_limits(args, config)
         resolved = resolve(config)
         job = make_job(resolved)
         config = _with_room(config, resolved, job)
@@ -113,6 +116,13 @@ def _report(error: Exception, code: int) -> int:
     return code
 
 
+def _check_limits(args: Namespace, config: Config) -> None:
+    """Refuse limits of a device that nothing would be compared with."""
+    for name in ("bandwidth", "tflops"):
+        if getattr(args, name) is not None and not config.step_times:
+            raise ValueError(f"--{name}: means nothing without --step-times; add it")
+
+
 def _with_room(config: Config, resolved: Resolved, job: Job) -> Config:
     """Return the config with a max_model_len that the longest request fits in."""
     longest, room = job.workload.longest, resolved.config.max_model_len
@@ -148,7 +158,7 @@ def _measure(llm: LLM, job: Job, params: SamplingParams, args: Namespace) -> dic
         warm_up_s.append(serve(number).duration_s)
         logger.info("warm-up pass %d of %d: %.2f s", number + 1, args.warm_up, warm_up_s[-1])
     began = datetime.now(timezone.utc)
-    before = counters.read(engine)
+    before, begin_ns = counters.read(engine), time.perf_counter_ns()
     measured = []
     for number in range(args.repeat):
         with ResourceMeter(num_gpus) as meter:
@@ -159,6 +169,7 @@ def _measure(llm: LLM, job: Job, params: SamplingParams, args: Namespace) -> dic
         used = meter.read()
         measured.append(Measured(record, values | used.values, samples | used.samples))
         logger.info("repeat %d of %d: %.2f s", number + 1, args.repeat, record.duration_s)
+    end_ns = time.perf_counter_ns()
     passes = [one.record.requests for one in measured]
     counted = counters.count(
         before,
@@ -186,6 +197,14 @@ def _measure(llm: LLM, job: Job, params: SamplingParams, args: Namespace) -> dic
         "outputs": {"digests": digests, "equal": len(set(digests)) == 1},
         "errors": _errors(measured),
     }
+    if config.step_times:
+        gpus = result["machine"]["gpus"]
+        device = gpus[0] if config.device == "cuda" else ""
+        limits = limits_of(device, config.dtype, args.bandwidth, args.tflops)
+        spans = engine.spans()[0]
+        result["steps"] = measured_steps(
+            spans, llm.resolved.runner_config, limits, begin_ns, end_ns
+        )
     if args.keep_ids:
         result["output_ids"] = [record.token_ids for record in passes[0]]
     return result

@@ -106,7 +106,7 @@ def test_a_trace_with_ids_is_replayed_and_its_silence_skipped(
         {"timestamp_s": 3607, "prompt_token_ids": [4], "output_len": 1},
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
-    flags = ["--trace", str(path), "--max-idle", "0", "--repeat", "1", "--warm-up", "0"]
+    flags = ["--replay", str(path), "--max-idle", "0", "--repeat", "1", "--warm-up", "0"]
     result = measure(capsys, "load", *flags)
     assert result["workload"]["source"] == "trace.jsonl"
     assert result["counters"]["input_tokens"] == 4

@@ -117,7 +117,7 @@ def test_other_settings_and_step_times_get_figures_of_their_own() -> None:
             },
             machine={},
             commit="abc",
-            step_ms={"scheduler": 0.1, "forward": 1.0 + is_eager, "bubble": 0.2},
+            step_ms={"cpu": {"schedule": 0.1}, "gpu": {"forward": 1.0 + is_eager, "bubble": 0.2}},
         )
 
     records = [record(n, e) for n in (128, 1024, 8192) for e in (False, True)]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
+import weakref
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from nanorunner.kernels.decode_attention import (
     plan_decode,
 )
 from nanorunner.kernels.flash_attention import load_flash_attention
+from nanorunner.kernels.join_shares import share_counters
 from nanorunner.kernels.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
 from nanorunner.kernels.warm_up import warm_up_attention
 
@@ -31,6 +34,10 @@ def run(case: AttentionCase, backend: str) -> torch.Tensor:
     return paged_attention(
         case.q, case.k_cache, case.v_cache, case.batch, case.scale, backend=backend
     )
+
+
+def assert_counters_are_zero(case: AttentionCase) -> None:
+    assert not share_counters(case.q.device, 1).any(), "the next launch would join too early"
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])
@@ -89,6 +96,7 @@ def test_any_number_of_splits_gives_the_same_answer(num_splits: int, tile: int) 
     )
     check_attention(case, out[:3])
     assert not out[3].any()
+    assert_counters_are_zero(case)
 
 
 @pytest.mark.parametrize("min_share", [256, 512])
@@ -99,6 +107,52 @@ def test_a_least_share_cuts_long_requests_alone(min_share: int) -> None:
     out = decode_attention(q, case.k_cache, case.v_cache, case.batch, case.scale, plan)
     check_attention(case, out[:4])
     assert not out[4].any()
+    assert_counters_are_zero(case)
+
+
+def test_each_launch_leaves_the_counters_as_it_found_them() -> None:
+    """Of a wide group and many shares, so that one program joins them in several turns."""
+    case = attention_case([(1, 300), (1, 3), (1, 70)], (20, 1, 16))
+    outs = []
+    for plan in [DecodePlan(40, 16, 1, 1), DecodePlan(3, 32, 1, 1)] * 2:
+        # What nobody writes, the parts of shares without tokens, then likely holds NaN.
+        poison((3, 1, plan.num_splits, 20, 16), torch.float32)
+        outs.append(
+            decode_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan)
+        )
+        check_attention(case, outs[-1])
+        assert_counters_are_zero(case)
+    assert torch.equal(outs[0], outs[2])
+    assert torch.equal(outs[1], outs[3])
+
+
+def test_requests_of_one_share_touch_no_counter() -> None:
+    case = attention_case([(1, 200), (1, 3), (1, 256)], (4, 2, 16), padded_requests=1)
+    q = torch.cat((case.q, case.q[:1]))
+    plan = DecodePlan(8, 64, 4, 2, 256)
+    counters = share_counters(q.device, 8)
+    counters.fill_(99)
+    try:
+        out = decode_attention(q, case.k_cache, case.v_cache, case.batch, case.scale, plan)
+        assert counters.eq(99).all()
+    finally:
+        counters.zero_()
+    check_attention(case, out[:3])
+    assert not out[3].any()
+
+
+def test_more_counters_leave_the_fewer_to_the_graphs_that_know_them() -> None:
+    device = torch.device("cpu")
+    fewer = share_counters(device, 1)
+    assert share_counters(device, fewer.numel()) is fewer
+    more = share_counters(device, fewer.numel() + 1)
+    assert more.numel() > fewer.numel()
+    assert not more.any()
+    assert share_counters(device, 1) is more
+    known = weakref.ref(fewer)
+    del fewer
+    gc.collect()
+    assert known() is not None, "a captured graph would write to memory that is no longer ours"
 
 
 @pytest.mark.parametrize(("rows", "tile"), [(16, 32), (128, 128)])
@@ -128,14 +182,14 @@ def test_a_chunk_sees_the_chunks_before_it_and_nothing_after() -> None:
 def test_splits_depend_on_the_batch_size_alone_and_fill_the_device() -> None:
     heads, processors = (16, 8, 128), 132
     splits = [plan_decode(n, *heads, 2, processors).num_splits for n in (1, 8, 16, 64, 256)]
-    assert splits == [32, 8, 4, 1, 1]
-    # long requests are cut where a batch fills the device, or nearly
+    assert splits == [16, 8, 4, 1, 1]
+    # long requests alone are cut where a batch fills the device
     for num_reqs, longest, plan in (
         (8, 4096, (8, 0)),
-        (32, 512, (2, 0)),
-        (32, 513, (8, 512)),
+        (64, 4096, (1, 0)),
         (128, 1024, (1, 0)),
         (128, 1025, (4, 1024)),
+        (256, 4096, (4, 1024)),
     ):
         found = plan_decode(num_reqs, *heads, 2, processors, longest)
         assert (found.num_splits, found.min_share) == plan

@@ -17,7 +17,6 @@ KERNELS = {
     "_silu_mul_kernel",
     "_qk_norm_rope_kv_write_kernel",
     "_decode_kernel",
-    "_combine_kernel",
     "_prefill_kernel",
     "_best_of_tile",
     "_best_of_row",

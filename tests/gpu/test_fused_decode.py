@@ -6,7 +6,9 @@ import pytest
 import torch
 from fused_decode_cases import assert_cache, fused_case
 
+from nanorunner.kernels.decode_attention import DecodePlan
 from nanorunner.kernels.fused_decode import fused_decode, fused_decode_reference
+from nanorunner.kernels.join_shares import share_counters
 
 HEADS = {
     "16/8x128": (16, 8, 128),
@@ -59,3 +61,53 @@ def test_a_replayed_graph_follows_lengths_that_grow() -> None:
         case.batch.seq_lens.add_(1)
         case.positions.add_(1)
         case.batch.slot_mapping.add_(1)
+
+
+@pytest.mark.parametrize("name", ["16/8x128", "14/2x64", "16/4x256", "71/1x64"])
+def test_a_thousand_replays_of_split_layers_are_equal_to_the_bit(name: str) -> None:
+    """Whoever comes last joins, in every layer, while the next layer's programs already start.
+
+    Each layer has a cache of its own, so it may read early although the layer before is not late.
+    """
+    plans = [
+        DecodePlan(4, 32, 4, 2, 512),
+        DecodePlan(8, 32, 4, 2, 256),
+        DecodePlan(16, 32, 4, 2),
+        DecodePlan(32, 32, 4, 2),
+        DecodePlan(2, 32, 4, 2),
+    ]
+    layers = []
+    for i, plan in enumerate(plans):
+        lengths = [LENGTHS[(5 * i + 2 * j) % 9] for j in range(40)]
+        layers.append((fused_case(lengths, HEADS[name], torch.bfloat16, padded_requests=3), plan))
+    expected = [fused_decode_reference(**case.copy().arguments) for case, _ in layers]
+    for case, plan in layers:
+        fused_decode(**case.arguments, plan=plan)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [fused_decode(**case.arguments, plan=plan) for case, plan in layers]
+    graph.replay()
+    first = [out.clone() for out in outs]
+    for actual, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=4e-2, atol=4e-2)
+        assert not actual[40:].any()
+    num_unequal = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out, same in zip(outs, first, strict=True):
+            num_unequal += (out != same).sum()
+    assert int(num_unequal) == 0
+    assert not share_counters(outs[0].device, 1).any()
+
+
+def test_counters_are_never_made_while_a_graph_is_captured() -> None:
+    device = torch.zeros(1, device="cuda").device
+    too_many = share_counters(device, 1).numel() + 1
+    with (
+        pytest.raises(RuntimeError, match="run a batch of this size once"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        share_counters(device, too_many)
+    assert share_counters(device, 1).numel() < too_many

@@ -19,6 +19,8 @@ from kernel_cases import (
 
 from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.decode_attention import DecodePlan, decode_attention
+from nanorunner.kernels.join_shares import share_counters
 from nanorunner.kernels.rms_norm import (
     add_rms_norm,
     add_rms_norm_reference,
@@ -177,6 +179,38 @@ def test_a_captured_graph_follows_lengths_that_only_the_device_knows() -> None:
             query_start_loc=torch.arange(5, device="cuda", dtype=torch.int32).clamp(max=num_real)
         )
         check_attention(case._replace(batch=fewer), out)
+
+
+@pytest.mark.parametrize("num_reqs", [2, 40, 200])
+def test_a_thousand_replays_join_the_same_shares(num_reqs: int) -> None:
+    lengths = random.Random(num_reqs).choices([1, 63, 257, 700, 1025, 1900, 4000], k=num_reqs)
+    case = attention_case([(1, length) for length in lengths], (16, 8, 128), torch.bfloat16)
+    plans = [
+        DecodePlan(*shape)
+        for shape in ((4, 32, 1, 2, 1024), (8, 64, 4, 3, 512), (32, 64, 4, 3), (4, 64, 2, 2))
+    ]
+
+    def run_all() -> list[torch.Tensor]:
+        return [
+            decode_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan)
+            for plan in plans
+        ]
+
+    first = run_all()
+    for out in first:
+        check_attention(case, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run_all()
+    num_unequal = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out, same in zip(outs, first, strict=True):
+            num_unequal += (out != same).sum()
+    assert int(num_unequal) == 0
+    assert not share_counters(case.q.device, 1).any()
 
 
 def test_nothing_compiles_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,168 @@
+"""Compile many Triton kernels at the same time, before the first of them runs.
+
+Triton compiles a kernel when it is first launched, one after the other: half a second each, and an
+engine has dozens. So a start rehearses: it makes all the launches that it will ever make, but they
+only say what must be compiled, and threads do it. Triton's passes and its assembler run without
+Python's lock, so threads are enough.
+
+    with compile_ahead(device, threads, timeout_s) as compilers:
+        with compilers.rehearsal():
+            steps of nobody            launches compile, nothing runs; what PyTorch does is done
+        load the weights               meanwhile
+    all is compiled, and loaded onto the device
+
+A rehearsal goes through the very code that will launch, so what it compiles is what is launched.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future, InvalidStateError, wait
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nanorunner.kernels.triton_support import compiling_only, triton
+
+T = TypeVar("T")
+STOP_WAIT_S = 10.0  # a kernel takes a second or two
+EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
+SELECTING = ("getitem", "setitem", "gather", "scatter", "index", "take", "embedding")
+
+
+class _Harmless(TorchFunctionMode):
+    """Inside, PyTorch reads nothing out of range, though kernels that do not run left no indices.
+
+    New tensors are zero, and what selects elements selects the first: an index out of range would
+    end the CUDA context.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if any(part in name for part in SELECTING):
+            # the first argument may be what is written to; an embedding's is the index
+            kept = 0 if "embedding" in name else 1
+            args = (*args[:kept], *(_zeroed(value) for value in args[kept:]))
+            kwargs = {key: _zeroed(value) for key, value in kwargs.items()}
+        result = func(*args, **kwargs)
+        return result.zero_() if func in EMPTY else result
+
+
+def _zeroed(value: Any) -> Any:
+    """Return integer tensors, also within a tuple, as zeros of their shape; all else as it is."""
+    if isinstance(value, tuple):
+        return tuple(map(_zeroed, value))
+    is_tensor = isinstance(value, torch.Tensor)
+    if not is_tensor or value.is_floating_point() or value.dtype == torch.bool:
+        return value
+    return torch.zeros_like(value)
+
+
+class Compilers(Executor):
+    """Daemon threads that compile what rehearsals ask for; made by compile_ahead()."""
+
+    def __init__(self, device: torch.device, num_threads: int) -> None:
+        self.device = device
+        self.num_threads = num_threads
+        self.futures: list[Future[Any]] = []  # one a kernel
+        self._jobs: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._locks: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by kernel
+        self._threads = [
+            threading.Thread(target=self._work, name="compile", daemon=True)
+            for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Inside, this thread's launches of this project's kernels compile instead."""
+        with _Harmless(), compiling_only():
+            yield
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        """Return the future of a kernel; Triton calls this with what compiles it."""
+        future: Future[T] = Future()
+        self.futures.append(future)
+        self._jobs.put((future, lambda: fn(*args, **kwargs)))
+        return future
+
+    def finish(self, timeout_s: float) -> None:
+        """Wait for all; raises what one raised, or TimeoutError when they take too long."""
+        late = wait(self.futures, timeout_s).not_done
+        if late:
+            raise TimeoutError(f"{len(late)} kernels are not compiled after {timeout_s:g} s")
+        for future in self.futures:
+            future.result()
+
+    def stop(self) -> None:
+        """End the threads after what they are at; futures that are not done fail.
+
+        Waits for them, at most STOP_WAIT_S: Python's exit aborts when it meets one in the compiler.
+        """
+        for future in self.futures:
+            with suppress(InvalidStateError):
+                future.set_exception(InterruptedError("the start was given up"))
+        for _ in range(self.num_threads):
+            self._jobs.put(None)
+        deadline = time.monotonic() + STOP_WAIT_S
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _work(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # a thread begins at device 0
+        while (job := self._jobs.get()) is not None:
+            future, compile_kernel = job
+            if future.done():
+                continue  # given up
+            try:
+                kernel = compile_kernel()
+                # Loads it, which in Triton 3.6 builds a launcher in C first: the same one for all
+                # variants of a kernel, so one thread builds it and the others find it on disk.
+                with self._locks[kernel.name]:
+                    _ = kernel.run
+            except BaseException as error:
+                outcome: Callable[[], None] = _bind(future.set_exception, error)
+            else:
+                outcome = _bind(future.set_result, kernel)
+            with suppress(InvalidStateError):  # given up meanwhile
+                outcome()
+
+
+@contextmanager
+def compile_ahead(device: torch.device, num_threads: int, timeout_s: float) -> Iterator[Compilers]:
+    """Yield what rehearses; on leaving, every rehearsed kernel is compiled and loaded.
+
+    Between the rehearsals and the end nothing may be launched that was not rehearsed. Raises on
+    leaving what the compiler raised, or TimeoutError when it takes longer than timeout_s after the
+    block; then no thread takes another kernel, and one that hangs in its last is a daemon.
+    """
+    compilers = Compilers(device, num_threads)
+    try:
+        # Errors are ours to raise: Triton would wait for the other kernels first, and for ever.
+        with triton.AsyncCompileMode(compilers, ignore_errors=True):
+            try:
+                yield compilers
+                compilers.finish(timeout_s)
+            finally:
+                compilers.stop()
+    finally:
+        compilers.futures = []
+
+
+def threads_of_rank(ranks: int) -> int:
+    """Return how many threads one of so many ranks may compile with."""
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _bind(function: Callable[[Any], None], value: Any) -> Callable[[], None]:
+    return lambda: function(value)

@@ -10,6 +10,7 @@ from setuptools import setup
 PACKAGE_DIR = {
     "nanorunner": "nanorunner",
     "nanorunner.bench": "nanorunner/bench",
+    "nanorunner.workshop": "nanorunner/workshop",
     "nanorunner.workers": "workers",
     "nanorunner.workers.models": "workers/models",
     "nanorunner.kernels": "kernels",

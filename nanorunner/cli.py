@@ -1,4 +1,4 @@
-"""The command line: `python -m nanorunner [run|bench|doctor] [flags]`.
+"""The command line: `python -m nanorunner [run|bench|doctor|shards|blocks|faults|check] [flags]`.
 
     --prompt        one completion each on stdout, nothing else
     a terminal      the chat shell (chat.py)
@@ -21,7 +21,8 @@ from nanorunner.did_you_mean import did_you_mean
 from nanorunner.exit_codes import INTERRUPTED, REFUSED, REQUEST_FAILED
 from nanorunner.flags import Parser, add_engine_flags, add_sampling_flags, parse_ids
 
-COMMANDS = ("run", "bench", "doctor")
+WORKSHOP = ("shards", "blocks", "faults", "check")
+COMMANDS = ("run", "bench", "doctor", *WORKSHOP)
 ABOUT = "A tensor-parallel LLM inference runtime to read, to measure and to keep."
 RUN_HELP = """\
 With --prompt it prints the completion; on a terminal it opens a chat shell; from a pipe it reads
@@ -29,7 +30,7 @@ one request a line (plain text, or JSON such as {"prompt": "Hello", "max_tokens"
 one JSON line for each, in the same order. An instruct model gets a prompt as a user's message, by
 its own chat template; --raw completes the text as it stands.
 Exit codes: 0 done, 1 a request failed, 2 refused before the start, 3 a rank died, 130 Ctrl-C.
-Commands: run (default), bench, doctor."""
+Commands: run (default), bench, doctor; shards, blocks, faults, check (the workshop)."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,6 +58,8 @@ def _dispatch(words: list[str]) -> int:
                 file=sys.stderr,
             )
             return REFUSED
+    if command in WORKSHOP:
+        return _workshop(command, words)
     functions = {"run": _run, "bench": _bench, "doctor": _doctor}
     return functions[command](words)
 
@@ -102,6 +105,13 @@ def _bench(words: list[str]) -> int:
     from nanorunner.bench.cli import main as bench
 
     return bench(words)
+
+
+def _workshop(command: str, words: list[str]) -> int:
+    _log_to_stderr(quiet=True)
+    from nanorunner.workshop.cli import main as workshop
+
+    return workshop(command, words)
 
 
 def _doctor(words: list[str]) -> int:

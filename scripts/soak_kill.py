@@ -23,14 +23,13 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+
+from nanorunner.workshop.leftovers import marked_pids, rank_pid, shared_names, wait_until  # noqa: E402
 
 PHASES = ("spawn", "load", "capture", "prefill", "decode", "idle")
 VICTIMS = (1, 0, 2, "group")  # 2 makes it a tp 3 trial
@@ -102,7 +101,7 @@ class Trial:
         self.phase, self.victim, self.delay_s = phase, victim, delay_s
         self.tp = 3 if victim == 2 else 2
         self.tag = uuid.uuid4().hex
-        self.names_before = set(os.listdir("/dev/shm"))
+        self.names_before = shared_names()
         self.command = [sys.executable, __file__, "--drive", phase, "--tp", str(self.tp)]
         self.command += ["--model", model]
 
@@ -138,7 +137,7 @@ class Trial:
                 self._read_until("restarted")
                 self.program.communicate(timeout=30)
             self._check_nothing_left()
-        except (AssertionError, subprocess.TimeoutExpired) as error:
+        except (AssertionError, TimeoutError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         finally:
             for pid in self._pids():
@@ -161,9 +160,8 @@ class Trial:
 
     def _check_nothing_left(self) -> None:
         wait_until(lambda: not self._pids(), LIMIT_S, "every process to leave")
-        new = set(os.listdir("/dev/shm")) - self.names_before
-        ours = [name for name in new if name.startswith(("nanorunner", "sem.", "psm_", "torch_"))]
-        assert not ours, f"left in /dev/shm: {ours}"
+        new = shared_names() - self.names_before
+        assert not new, f"left in /dev/shm: {sorted(new)}"
 
     def _read_until(self, what: str) -> dict[str, Any]:
         """Read the program's lines up to the one that says `what`."""
@@ -187,29 +185,11 @@ class Trial:
 
     def _rank_pid(self, rank: int) -> int:
         """Return the process that is this rank now, 0 when there is none."""
-        for pid in self._pids():
-            with contextlib.suppress(psutil.Error):
-                if f"nanorunner rank {rank} of" in " ".join(psutil.Process(pid).cmdline()):
-                    return pid
-        return 0
+        return rank_pid(self._pids(), rank)
 
     def _pids(self) -> set[int]:
         """Return the live processes that this trial has started, at any depth."""
-        pids = set()
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_alive = process.status() != psutil.STATUS_ZOMBIE
-                if is_alive and process.environ().get(TAG) == self.tag:
-                    pids.add(process.pid)
-        return pids
-
-
-def wait_until(is_true: Callable[[], Any], limit_s: float, what: str) -> None:
-    """Wait for is_true(); AssertionError after limit_s."""
-    deadline = time.monotonic() + limit_s
-    while not is_true():
-        assert time.monotonic() < deadline, f"waited {limit_s:g} s for {what}"
-        time.sleep(0.01)
+        return marked_pids(TAG, self.tag)
 
 
 def say(what: str, **more: object) -> None:

@@ -1,0 +1,152 @@
+"""Faults that need a model: a rank killed in an all-reduce, a slow rank, a wrong shard."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+from nanorunner.errors import RankDied
+from nanorunner.sampling_params import SamplingParams
+from nanorunner.workshop.fault_lab import Lab
+from nanorunner.workshop.fault_processes import DETECTION_S, VICTIM
+from nanorunner.workshop.open_engine import OpenEngine
+
+PROMPT = list(range(3, 35))
+HANG_S = 60.0  # far longer than the lab waits
+KILL_AFTER_S = 0.3  # by then rank 0 waits in the same all-reduce
+SLOW_S = 0.05
+NUM_SLOW_STEPS = 8
+NUM_COMPARED = 12
+LAYER = 1
+# Partial sums of float32 in another order: logits of the toy differ by less than this.
+TOLERANCE = 1e-4
+
+
+def kill_busy(lab: Lab) -> None:
+    """SIGKILL rank 1 inside an all-reduce in which rank 0 waits for it."""
+    opened = lab.start_model(2)
+    pid = lab.pid_of_rank(VICTIM)
+    opened.ranks.call_all("sabotage", VICTIM, "hang", HANG_S)
+    killed_at: list[float] = []
+
+    def kill() -> None:
+        os.kill(pid, signal.SIGKILL)
+        killed_at.append(time.monotonic())
+
+    timer = threading.Timer(KILL_AFTER_S, kill)
+    lab.report.did("rank 1 hangs in the next all-reduce; rank 0 begins a step and waits there too")
+    timer.start()
+    try:
+        _generate(opened, num_tokens=1)
+    except RankDied as died:
+        seconds = time.monotonic() - (killed_at[0] if killed_at else time.monotonic())
+        lab.report.did(f"sent SIGKILL to rank 1 (pid {pid}) after {KILL_AFTER_S} s")
+        lab.report.saw(f"RankDied: {str(died).partition(chr(10))[0]}")
+        lab.report.took(seconds, DETECTION_S, "from the kill to the report")
+        lab.report.must((died.rank, died.pid) == (VICTIM, pid), "another rank is blamed")
+        lab.report.must("SIGKILL" in died.cause, "the signal is not named")
+        lab.report.must(died.method == "step", "the call is not named")
+    else:
+        lab.report.must(False, "no error came")
+    finally:
+        timer.cancel()
+        timer.join(DETECTION_S)
+
+
+def slow(lab: Lab) -> None:
+    """Rank 1 sleeps before each ack. No error: everybody waits for the slowest rank."""
+    opened = lab.start_model(2)
+    _generate(opened, NUM_SLOW_STEPS)
+    normal_s = _seconds_a_step(opened)
+    opened.ranks.call_all("sabotage", VICTIM, "slow", SLOW_S)
+    lab.report.did(f"rank 1 sleeps {SLOW_S * 1e3:g} ms before it reads, and acks, a frame")
+    slow_s = _seconds_a_step(opened)
+    opened.ranks.call_all("sabotage", VICTIM, "slow", 0.0)
+    lab.report.saw(f"before: {normal_s * 1e3:.1f} ms a step, {1 / normal_s:.0f} tokens/s")
+    lab.report.saw(
+        f"predicted: at least {SLOW_S * 1e3:g} ms a step, at most {1 / SLOW_S:.0f} tokens/s, for "
+        f"the all-reduces wait for the slowest rank"
+    )
+    lab.report.saw(f"measured: {slow_s * 1e3:.1f} ms a step, {1 / slow_s:.0f} tokens/s; no error")
+    lab.report.took(slow_s, DETECTION_S, "a step")
+    lab.report.must(slow_s >= SLOW_S, "steps are quicker than the slowest rank")
+    lab.report.must(not lab.log, f"a warning came: {lab.log[:1]}")
+
+
+def bad_shard(lab: Lab) -> None:
+    """Two KV heads of one layer are swapped on rank 1, as by a wrong offset in a loader."""
+    alone = lab.start_model(1)
+    ids, scores = _generate(alone, NUM_COMPARED)
+    two = lab.start_model(2)
+    good_ids, good_scores = _generate(two, NUM_COMPARED)
+    lab.report.saw(f"good weights: tp 1 and tp 2 differ by {_distance(scores, good_scores):.1e}")
+    lab.report.must(good_ids == ids, "tp 2 is wrong before anything was done")
+    lab.report.must(_distance(scores, good_scores) < TOLERANCE, "tp 2 differs from tp 1")
+
+    two.ranks.call_all("sabotage", VICTIM, "swap", float(LAYER))
+    lab.report.did(f"swapped rank 1's two KV heads in layer {LAYER}")
+    start = time.monotonic()
+    bad_ids, bad_scores = _generate(two, NUM_COMPARED)
+    lab.report.saw(f"tp 1 wrote {ids}")
+    lab.report.saw(f"tp 2 wrote {bad_ids}: no error, ids as good as any")
+    distance = _distance(scores, bad_scores)
+    lab.report.saw(f"tp equality: log-probabilities differ by {distance:.1e}, so a shard is wrong")
+    lab.report.must(distance > TOLERANCE, "the comparison did not notice")
+    wrong = wrong_parameters(two)
+    lab.report.saw(f"checksums against the shard map: {', '.join(wrong) or 'all equal'}")
+    lab.report.took(time.monotonic() - start, DETECTION_S, "to run, compare and find it")
+    expected = [f"rank {VICTIM}, layers.{LAYER}.qkv"]
+    lab.report.must(wrong == expected, f"the checksums should name {expected}")
+
+
+def _generate(opened: OpenEngine, num_tokens: int) -> tuple[list[int], list[float]]:
+    """Return a greedy completion of PROMPT and the ids' log-probabilities."""
+    params = SamplingParams(temperature=0.0, max_tokens=num_tokens, ignore_eos=True, logprobs=0)
+    opened.engine.add_request(PROMPT, params)
+    ids: list[int] = []
+    scores: list[float] = []
+    while opened.engine.has_unfinished():
+        for update in opened.engine.step():
+            ids += update.new_ids
+            extras = update.extras
+            assert extras is not None and extras.logprobs is not None  # noqa: PT018
+            scores.append(float(extras.logprobs.logprobs[0, 0]))
+    return ids, scores
+
+
+def _seconds_a_step(opened: OpenEngine) -> float:
+    """Return the mean time of a decode step, the prompt's and the pipeline's filling left out."""
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_SLOW_STEPS + 2, ignore_eos=True)
+    opened.engine.add_request(PROMPT, params)
+    opened.engine.step()
+    start = time.monotonic()
+    num_steps = 0
+    while opened.engine.has_unfinished():
+        num_steps += len(opened.engine.step())
+    return (time.monotonic() - start) / num_steps
+
+
+def _distance(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) for x, y in zip(a, b, strict=True))
+
+
+def wrong_parameters(opened: OpenEngine) -> list[str]:
+    """Return the parameters whose bytes are not those that the shard map gives the rank."""
+    import torch
+
+    from nanorunner.workers.weights import dummy_reader
+    from nanorunner.workshop.shard_map import shard_map, with_checksums
+
+    config = opened.ranks.config
+    found = opened.ranks.call_all("checksums")
+    dtype = getattr(torch, config.dtype)
+    read = dummy_reader(config.model, config.seed, dtype, torch.device(config.device))
+    entries = shard_map(config.model, config.tp)
+    return [
+        f"rank {share.rank}, {entry.name}"
+        for entry in with_checksums(entries, config.model, read, [])
+        for share in entry.shares
+        if found[share.rank][entry.name] != share.checksum
+    ]

@@ -1,0 +1,69 @@
+"""The faults that need a model are as the lab says; a good shard is not taken for a bad one."""
+
+from __future__ import annotations
+
+import pytest
+
+from nanorunner.cli import main
+from nanorunner.sampling_params import SamplingParams
+from nanorunner.workshop import fault_model
+from nanorunner.workshop.fault_lab import Lab, lab_config
+from nanorunner.workshop.fault_report import FaultReport
+from nanorunner.workshop.faults import FAULTS
+from nanorunner.workshop.question import Setting
+from nanorunner.workshop.questions_step import NEW_TOKENS, STAGES, frames
+
+WITH_A_MODEL = {"kill-busy", "slow", "bad-shard"}
+NUM_SABOTAGES = 2  # calls of the fault "slow" itself: on and off
+
+
+@pytest.mark.limit(90)
+def test_a_rank_killed_in_an_all_reduce_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults", "kill-busy"]) == 0
+    text = capsys.readouterr().out
+    for words in ("was killed by SIGKILL", "(step)", "\n  took  ", "\n  so    as it must be"):
+        assert words in text
+    assert "left  no process, nothing in /dev/shm" in text
+
+
+@pytest.mark.limit(90)
+def test_a_slow_rank_slows_all_and_a_bad_shard_is_named() -> None:
+    """Both on one engine, of which the frames are counted: the answer of the first question."""
+    report = FaultReport("two", say=lambda text: None)
+    with Lab(report) as lab:
+        fault_model.slow(lab)
+        assert "no error" in report.seen[-1]
+        (opened,) = lab.opened
+        echo = opened.ranks.call_all("echo", b"")[1][2]  # the number of this call's own frame
+        steps = opened.scheduler.stats.steps
+        num_frames = echo - 1 - NUM_SABOTAGES
+        assert num_frames == len(STAGES) + steps
+
+        opened.engine.add_request([3, 4, 5], SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True))
+        while opened.engine.has_unfinished():
+            opened.engine.step()
+        assert opened.scheduler.stats.steps == steps + NEW_TOKENS
+        assert opened.ranks.call_all("echo", b"")[1][2] == echo + NEW_TOKENS + 1
+
+        fault_model.bad_shard(lab)
+        assert report.seen[-1].endswith("rank 1, layers.1.qkv")
+    assert not report.wrong
+    setting = Setting(model=lab_config(2).model, tp=2, runner="v2", dtype="float32", item_bytes=4)
+    with_close = len(STAGES) + NEW_TOKENS + 1
+    assert frames(setting).answer == with_close
+
+
+def test_every_fault_is_played_by_some_test() -> None:
+    from test_fault_lab import WITHOUT_A_MODEL
+
+    assert {*WITHOUT_A_MODEL, *WITH_A_MODEL} == set(FAULTS)
+
+
+def test_checksums_name_no_parameter_of_good_weights() -> None:
+    with Lab(FaultReport("good", say=lambda text: None)) as lab:
+        opened = lab.start_model(1)
+        assert fault_model.wrong_parameters(opened) == []
+        opened.ranks.call_all("sabotage", 0, "swap", 2.0)
+        assert fault_model.wrong_parameters(opened) == ["rank 0, layers.2.qkv"]
+        opened.ranks.call_all("sabotage", 0, "swap", 2.0)
+        assert fault_model.wrong_parameters(opened) == []

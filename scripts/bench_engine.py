@@ -96,7 +96,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = Parser(prog="bench_engine", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", default="qwen3-0.6b", help="a preset, or a folder's shape")
     parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--runner", default="v1", choices=["v1", "v2"])
+    parser.add_argument("--runner", default="v2", choices=["v1", "v2"])
     parser.add_argument("--loads", default="b1,b8,b64,b256,nano", help=", ".join(WORKLOADS))
     parser.add_argument("--temperature", type=float, default=0.6, help="b1 is greedy always")
     parser.add_argument("--repeats", type=int, default=3)

@@ -1,88 +1,28 @@
-"""A step in which no request has anything to tell makes no object for a request.
-
-The memory blocks that Python has handed out are counted at every call and return inside the step,
-so that one that is given back before the step ends counts too.
-"""
+"""A step in which no request has anything to tell makes no object for a request."""
 
 from __future__ import annotations
 
-import gc
+import json
+import subprocess
 import sys
-from types import FrameType
-from typing import Any
+from pathlib import Path
 
-import numpy as np
 import pytest
+from steady_step_meter import NUM_REQUESTS
 
-from nanorunner.engine import Engine
-from nanorunner.sampling_params import SamplingParams
-from nanorunner.scheduler import Scheduler
-from nanorunner.workers.messages import StepInput, StepOutput
-
-VOCAB = 1000
-EOS = 7
-NUM_REQUESTS = 256
-NUM_STEPS = 5  # the least of them counts: whatever else the process does is not the step's
-
-
-def steady_engine(depth: int, quiet: bool) -> Engine:
-    """Return an engine whose requests all decode, on a runner that always says the same."""
-    scheduler = Scheduler(
-        max_num_seqs=NUM_REQUESTS,
-        max_num_batched_tokens=8192,
-        max_model_len=512,
-        num_blocks=NUM_REQUESTS * 2,
-        vocab_size=VOCAB,
-        eos_token_ids=frozenset({EOS}),
-        depth=depth,
-        send_sampled_ids=depth == 1,
-    )
-    # Beyond the small numbers, which Python never makes anew.
-    who = np.arange(NUM_REQUESTS, dtype=np.int32)
-    ids = np.full(NUM_REQUESTS, VOCAB - 1, dtype=np.int32)
-    engine = Engine(
-        scheduler,
-        lambda method, wire: StepInput.from_wire(wire).step_id,
-        vocab_size=VOCAB,
-        result=lambda step_id: StepOutput(step_id, who, ids),  # type: ignore[arg-type]
-    )
-    params = SamplingParams(max_tokens=200, stop_token_ids=(8,))
-    for _ in range(NUM_REQUESTS):
-        engine.add_request([1, 2, 3], params, quiet=quiet)
-    return engine
-
-
-def most_blocks(engine: Engine) -> int:
-    """Return how many blocks the thriftiest of some steps holds at most beyond those before it."""
-    most = before = 0
-
-    def look(frame: FrameType, event: str, value: Any) -> None:
-        nonlocal most
-        most = max(most, sys.getallocatedblocks() - before)
-
-    found = []
-    for _ in range(NUM_STEPS):
-        most, before = 0, sys.getallocatedblocks()
-        sys.setprofile(look)
-        engine.step()
-        sys.setprofile(None)
-        found.append(most)
-    return min(found)
+METER = Path(__file__).with_name("steady_step_meter.py")
+TIMEOUT_S = 60.0
 
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_steady_step_of_quiet_requests_makes_no_object_for_any_of_them(depth: int) -> None:
-    counts = {}
-    gc.disable()
-    try:
-        for quiet in (True, False):
-            engine = steady_engine(depth, quiet)
-            for _ in range(20):
-                engine.step()
-            counts[quiet] = most_blocks(engine)
-            assert engine.scheduler.num_running == NUM_REQUESTS
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    assert counts[True] < NUM_REQUESTS // 2
-    assert counts[False] > 2 * NUM_REQUESTS, "the meter is broken"
+    done = subprocess.run(
+        [sys.executable, str(METER), str(depth)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    counts = json.loads(done.stdout)
+    assert counts["true"] < NUM_REQUESTS // 2
+    assert counts["false"] > 2 * NUM_REQUESTS, "the meter is broken"

@@ -75,8 +75,7 @@ def plan_decode(
         return plan._replace(min_share=LEAST_SHARE)
     # About 4 programs a processor keep the memory busy; more splits only add parts to join.
     wanted = max(4 * processors // programs, 1)
-    most_splits = 64 if programs <= 2 else 32 if programs <= 4 else 16
-    num_splits = min(1 << (wanted.bit_length() - 1), most_splits)
+    num_splits = min(1 << (wanted.bit_length() - 1), 64 if programs <= 2 else 32)
     return _plan_tile(num_splits, group, head_dim, item_bytes, load)
 
 

@@ -9,8 +9,8 @@ what is computed; here it is one launch less, and the new token's K and V never 
                                                               the slot, attend to them at once
         attend to the cached tokens of its share
 
-Of the cache a program reads only what earlier steps wrote, so no program waits for another. The
-last to arrive joins the shares (kernels/join_shares.py).
+Of the cache a program reads only what earlier steps wrote, so no program waits for another. Splits
+meet in combine_splits.py.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ import torch
 
 from nanorunner.kernels.attention import paged_attention_reference
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.combine_splits import combine_splits
 from nanorunner.kernels.decode_attention import (
     LOG2_E,
     DecodePlan,
-    make_parts,
-    part_sizes,
     plan_decode,
     tile_shape,
 )
@@ -139,7 +138,7 @@ def fused_decode_triton(
     plan: DecodePlan | None = None,
     reads_early: bool = True,
 ) -> torch.Tensor:
-    """fused_decode as one Triton launch; qkv stays as it was."""
+    """fused_decode as one Triton launch, two when the plan splits; qkv stays as it was."""
     num_reqs, block_tokens = qkv.shape[0], k_cache.shape[1]
     assert qkv.stride(1) == 1, "qkv rows must lie side by side"
     assert k_cache.is_contiguous(), "the K cache must be contiguous"
@@ -153,10 +152,14 @@ def fused_decode_triton(
     )  # fmt: skip
     # A device that is full of programs hides their waits better.
     reads_early = reads_early and plan.num_splits > 1 and not plan.min_share
-    partial, log_sum, counters = make_parts(out, num_kv_heads, plan)
-    group = num_heads // num_kv_heads
-    rows, columns = tile_shape(group, head_dim)
+    partial = log_sum = out  # never touched when one program does a whole request
+    if plan.num_splits > 1:
+        shape = (num_reqs, num_heads, plan.num_splits)
+        partial = torch.empty((*shape, head_dim), dtype=torch.float32, device=qkv.device)
+        log_sum = torch.empty(shape, dtype=torch.float32, device=qkv.device)
+    rows, columns = tile_shape(num_heads // num_kv_heads, head_dim)
     has_norm = q_norm is not None
+    use_pdl = can_overlap(qkv.device)
     fused_decode_kernel[(num_reqs, num_kv_heads, plan.num_splits)](
         qkv,
         positions,
@@ -171,14 +174,13 @@ def fused_decode_triton(
         out,
         partial,
         log_sum,
-        counters,
         scale * LOG2_E,
         eps,
         qkv.stride(0),
         batch.block_tables.stride(0),
         plan.num_splits,
         MIN_SHARE=plan.min_share,
-        GROUP=group,
+        GROUP=num_heads // num_kv_heads,
         ROWS=rows,
         NUM_KV_HEADS=num_kv_heads,
         HEAD_DIM=head_dim,
@@ -188,9 +190,10 @@ def fused_decode_triton(
         IS_SPLIT=plan.num_splits > 1,
         HAS_NORM=has_norm,
         READ_EARLY=reads_early,
-        **part_sizes(plan, group, columns),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
-        **launch_options(can_overlap(qkv.device)),
+        **launch_options(use_pdl),
     )
+    if plan.num_splits > 1:
+        combine_splits(partial, log_sum, batch.seq_lens, out, plan, use_pdl=use_pdl)
     return out

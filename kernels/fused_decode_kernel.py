@@ -1,14 +1,14 @@
 """The Triton kernel of kernels/fused_decode.py, which says what it computes and launches it.
 
     before the wait of kernels/pdl.py   lengths, tables, angles, gains, the share's first K and V
-    after it                            the qkv rows, then arithmetic, then the shares' counters
+    after it                            the qkv rows, then arithmetic
 
 What must hold for the first of these lines is said by fused_decode.
 """
 
 from __future__ import annotations
 
-from nanorunner.kernels.join_shares import share_of_split, write_share
+from nanorunner.kernels.join_shares import share_of_split
 from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait
 from nanorunner.kernels.triton_support import jit, tl
 
@@ -52,7 +52,6 @@ def fused_decode_kernel(
     out: tl.tensor,
     partial: tl.tensor,
     log_sum: tl.tensor,
-    counters: tl.tensor,
     scale: tl.tensor,  # times log2(e): exp2 is the device's own instruction, exp is not
     eps: tl.tensor,
     qkv_stride: tl.tensor,
@@ -67,8 +66,6 @@ def fused_decode_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     READ_EARLY: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -86,10 +83,6 @@ def fused_decode_kernel(
     share = share_of_split(length, num_splits, MIN_SHARE, TILE)
     begin = split * share
     has_work = begin < length
-    # Nothing to do; of a padded request the first split writes the zeros.
-    is_empty = (split > 0) & (begin >= length)
-    if IS_SPLIT and not READ_EARLY and is_empty:
-        return
     # The last position is this step's token: it is not in the cache yet.
     end = tl.minimum(begin + share, length - 1)
     table = block_tables + request * table_stride
@@ -129,8 +122,8 @@ def fused_decode_kernel(
         k_gain_partner = tl.load(k_norm + partner, mask=in_head, other=0.0).to(tl.float32)
     if USE_PDL and READ_EARLY:
         gdc_wait()
-    if IS_SPLIT and READ_EARLY and is_empty:
-        return
+    if IS_SPLIT and begin >= length:
+        return  # the combine kernel knows from the length that this split wrote nothing
 
     # All loads before the first use. A head is read twice, once as its partners: cheaper than an
     # exchange between threads. Everyone reads the new token, masked where another split owns it: a
@@ -185,11 +178,15 @@ def fused_decode_kernel(
     total = total * shrink + new_weight
     mixed = mixed * shrink[:, None] + new_weight[:, None] * new_value.to(tl.float32)
 
-    write_share(
-        new_best, total, mixed, out, partial, log_sum, counters, request, kv_head,
-        split, num_splits, length, share, GROUP, ROWS, NUM_KV_HEADS,
-        HEAD_DIM, COLUMNS, IS_SPLIT, HEADS, PARTS,
-    )  # fmt: skip
+    # Only a request of length 0 has a total of 0; it gets zeros.
+    result = mixed / tl.maximum(total, 1.0e-30)[:, None]
+    out_row = request * (NUM_KV_HEADS * GROUP) + head
+    if IS_SPLIT and share < length:
+        out_row = out_row * num_splits + split
+        tl.store(log_sum + out_row, new_best + tl.log2(total), mask=row < GROUP)
+        tl.store(partial + out_row[:, None] * HEAD_DIM + column, result, mask=q_mask)
+    else:
+        tl.store(out + out_row[:, None] * HEAD_DIM + column, result, mask=q_mask)
 
 
 @jit()

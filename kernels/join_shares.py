@@ -1,7 +1,6 @@
 """Where the shares of one request meet: the program that is the last to arrive joins them.
 
-A split decode attention (decode_attention.py, fused_decode.py) has for each request and KV head one
-program a share, and no second kernel:
+decode_attention.py has for each request and KV head one program a share, and no second kernel:
 
     share_of_split    how many tokens a share has; it follows from the length, on the device
     write_share       one share: out at once

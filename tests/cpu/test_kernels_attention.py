@@ -182,7 +182,7 @@ def test_a_chunk_sees_the_chunks_before_it_and_nothing_after() -> None:
 def test_splits_depend_on_the_batch_size_alone_and_fill_the_device() -> None:
     heads, processors = (16, 8, 128), 132
     splits = [plan_decode(n, *heads, 2, processors).num_splits for n in (1, 8, 16, 64, 256)]
-    assert splits == [16, 8, 4, 1, 1]
+    assert splits == [32, 8, 4, 1, 1]
     # long requests alone are cut where a batch fills the device
     for num_reqs, longest, plan in (
         (8, 4096, (8, 0)),

@@ -65,7 +65,7 @@ def test_a_replayed_graph_follows_lengths_that_grow() -> None:
 
 @pytest.mark.parametrize("name", ["16/8x128", "14/2x64", "16/4x256", "71/1x64"])
 def test_a_thousand_replays_of_split_layers_are_equal_to_the_bit(name: str) -> None:
-    """Whoever comes last joins, in every layer, while the next layer's programs already start.
+    """The parts are joined in every layer while the next layer's programs already start.
 
     Each layer has a cache of its own, so it may read early although the layer before is not late.
     """
@@ -99,7 +99,6 @@ def test_a_thousand_replays_of_split_layers_are_equal_to_the_bit(name: str) -> N
         for out, same in zip(outs, first, strict=True):
             num_unequal += (out != same).sum()
     assert int(num_unequal) == 0
-    assert not share_counters(outs[0].device, 1).any()
 
 
 def test_counters_are_never_made_while_a_graph_is_captured() -> None:

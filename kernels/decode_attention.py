@@ -33,7 +33,7 @@ PART_REGISTERS = 64  # float32, a thread
 
 
 class DecodePlan(NamedTuple):
-    """How one decode launch is cut up; it depends on shapes alone, never on lengths."""
+    """How one decode launch is cut up: by shapes and by how long a request may be, if that."""
 
     num_splits: int
     tile_tokens: int  # KV tokens a loop turn; divides the block, so a tile lies in one block

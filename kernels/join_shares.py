@@ -14,9 +14,9 @@ Why a counter is 0 whenever a launch begins. It counts to a number that follows 
 alone, and no program reads a length while an earlier kernel may still write it; so exactly one
 program sees the last number, and after it nobody adds. A launch that is refused (compilation,
 resources) has run no program; one that faults on the device ends the CUDA context, counters and
-all. Two launches must not run at once: those of a device are all in one stream's order. Under PDL
-(pdl.py) the next launch's programs may be there early, but touch a counter only after their wait,
-and by then this launch has ended: every kernel in between has waited too.
+all. Two launches must not run at once:
+those of a device are all in one stream's order, and decode_attention is no programmatic dependent
+launch (pdl.py).
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Compile every Triton variant that serving can meet, before the first request.
 
 Triton compiles at first launch: seconds in which a rank looks hung. The launchers choose among a
-handful of plans by batch shape alone, so one launch a plan, over no data, compiles them all.
+handful of plans by batch shape and longest request, so one launch a plan, over no data, compiles
+them all.
 """
 
 from __future__ import annotations

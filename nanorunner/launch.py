@@ -153,7 +153,10 @@ class Ranks:
         if self._channel is None:
             return handle.result()
         with self.guard("step", self.config.step_timeout_s):
-            return handle.result()
+            output = handle.result()
+            if self._meeting.group is not None:
+                self._meeting.group.check()  # an all-reduce that gave up leaves nonsense
+            return output
 
     def check(self) -> None:
         """Raise RankDied when a rank has failed; for use inside waits."""

@@ -153,10 +153,11 @@ class Group:
         Kernels spin on the device until told; gloo notices by itself when a peer's socket closes,
         so killing the peers is enough there.
         """
-        if self.peers is not None:
-            self.peers.abort()
-        if self._group is not None and self.device.type == "cuda":
-            self._group.abort()
+        peers, group = self.peers, self._group  # close() may take them away meanwhile
+        if peers is not None:
+            peers.abort()
+        if group is not None and self.device.type == "cuda":
+            group.abort()
 
     def close(self) -> None:
         """Leave the group; a second call does nothing. Legal only after the last collective."""

@@ -12,6 +12,7 @@ distances, and the anchors correct what that sum and the two clocks' different r
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
@@ -24,6 +25,7 @@ NS_A_MS = 1e6
 FOLLOW_NS = 500_000_000  # float32 milliseconds below 512 are exact to 31 ns
 NUM_TRIES = 4  # of which the quickest counts: an interrupt may hit any of them
 ANCHOR_TIMEOUT_NS = 1_000_000_000
+MAX_ANCHORS = 8192  # of one a second at most: the last two hours
 
 
 class TimingEvent(Protocol):
@@ -55,7 +57,7 @@ class GpuClock:
         new_event: Callable[[], TimingEvent],
         now: Callable[[], int] = time.perf_counter_ns,
     ) -> None:
-        self.anchors: list[Anchor] = []
+        self.anchors: deque[Anchor] = deque(maxlen=MAX_ANCHORS)
         self.now = now
         self._new_event = new_event
         self._reference: TimingEvent | None = None

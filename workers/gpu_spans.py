@@ -5,9 +5,10 @@
                                            anew in every replay
     end_step                               one event more: once it is passed, so are all of a step's
 
-Nothing waits: a step's events are read when a later step begins. A graph's events hold one replay's
-times only until its next one, so each graph is captured as often as steps can be unread, and the
-copies take turns. A copy whose events were not read in time costs its measurement, never a wait.
+Nothing waits, but for the clock's anchors: a step's events are read when a later step begins. A
+graph's events hold one replay's times only until its next one, so each graph is captured as often
+as steps can be unread, and the copies take turns. A copy whose events were not read in time costs
+its measurement, never a wait.
 """
 
 from __future__ import annotations

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of one number, by its dtype's name
+
 
 @dataclass(frozen=True, kw_only=True)
 class Llama3Rope:

@@ -30,8 +30,8 @@ class Sizes(NamedTuple):
 
 # By number of ranks; a number between takes the next one's. A packet doubles its data, so one shot
 # costs a hop and 2 (N - 1) S bytes sent, two shots cost two hops and 4 S (N - 1) / N: at 2 us a hop
-# and 400 GB/s they meet at 270 KiB for 4 ranks and 76 KiB for 8, and never for 2. Computed, to be
-# replaced by what scripts/bench_all_reduce.py measures.
+# and 400 GB/s they meet at 270 KiB for 4 ranks and 76 KiB for 8, and never for 2. That of 2 ranks
+# is measured (scripts/bench_all_reduce.py), those of 4 and 8 are computed.
 SIZES = {
     2: Sizes(1024 * KIB, 1024 * KIB),
     4: Sizes(256 * KIB, 1024 * KIB),

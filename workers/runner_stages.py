@@ -193,9 +193,10 @@ class RunnerStages(ABC):
         try:
             if recorder is not None and self.config.trace is not None:
                 write_trace(self.config, recorder.collect(LAST_EVENTS_WAIT_S))
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             logger.error("the trace of rank %d is lost: %s", self.rank, error)
-            raise
+            if isinstance(error, OSError):
+                raise  # a broken device, else: the step that broke it has said so
         finally:
             self.graphs = None
             self.release_kv()

@@ -29,6 +29,7 @@ setup(
     packages=list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
     package_data={
+        "nanorunner.workshop": ["exercises/*.py"],  # starters: printed, never imported
         "nanorunner.configs.kernels": ["*.yaml"],
         "nanorunner.configs.models": ["*.yaml"],
         "nanorunner.configs.sweeps": ["*.yaml"],

@@ -47,9 +47,9 @@ class Fact(NamedTuple):
 def doctor(tp: int, device: str) -> int:
     """Print the report and return the exit code: 0 when ready, 2 when not."""
     problems: list[str] = []
-    for check in (_platform, _packages, _machine, _shared_memory):
+    for check in (_platform, _packages, _machine, shared_memory_facts):
         problems += _print(check())
-        if problems and check is not _shared_memory:
+        if problems and check is not shared_memory_facts:
             break  # what follows would fail for the same reason
     if not problems:
         problems = _print([_trial(tp, device)])
@@ -103,7 +103,8 @@ def _gpu_text(gpu: Gpu) -> str:
     return f"{gpu.name}, compute {major}.{minor}, {gpu.total_bytes / GIB:.1f} GiB{free}"
 
 
-def _shared_memory() -> list[Fact]:
+def shared_memory_facts() -> list[Fact]:
+    """Return how much room shared memory has, and which segments of this user are left there."""
     if not SHARED_MEMORY.is_dir():
         return [Fact("/dev/shm", "missing", "/dev/shm is missing; mount a tmpfs there")]
     free = shutil.disk_usage(SHARED_MEMORY).free

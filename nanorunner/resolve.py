@@ -19,11 +19,10 @@ from nanorunner.platforms import platform_problem
 from nanorunner.workers.architectures import parse
 from nanorunner.workers.checkpoint import check_checkpoint
 from nanorunner.workers.messages import BLOCK_SIZE, RunnerConfig
-from nanorunner.workers.model_config import ModelConfig
+from nanorunner.workers.model_config import ITEM_BYTES, ModelConfig
 from nanorunner.workers.shards import check_tp
 
 GIB = 1 << 30
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RUNNERS = {"v1": "the textbook runner", "v2": "stable rows, inputs made on the device"}
 DEFAULT_DEPTH = 2  # steps in flight: one runs while the next is prepared
 DEFAULT_NUM_REQS = 1024

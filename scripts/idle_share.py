@@ -45,6 +45,7 @@ else:  # a script's own folder is where Python looks first; it is no package
     from busy_clock import BusyClock
 
 SLEEP_S = 0.0003
+KV_CACHE_GIB = 40.0  # of `nano`: 256 requests of up to 2,048 tokens
 IDLE_LIMIT, SLOWDOWN_LIMIT, RATIO_LIMIT = 0.03, 0.03, 0.05
 PARTS = ("idle", "sleep", "ratio")
 TEMPERATURE = 0.6
@@ -101,8 +102,8 @@ def idle_share(args: argparse.Namespace) -> dict[str, Any]:
     return result
 
 
-def start_llm(args: argparse.Namespace, runner: str, memory_share: float) -> LLM:
-    """Return an engine with random weights for the `nano` load."""
+def start_llm(args: argparse.Namespace, runner: str) -> LLM:
+    """Return an engine with random weights for the `nano` load; two of them fit on one GPU."""
     return LLM(
         args.model,
         runner=runner,
@@ -110,14 +111,14 @@ def start_llm(args: argparse.Namespace, runner: str, memory_share: float) -> LLM
         skip_tokenizer_init=True,
         prefix_cache=False,
         max_num_seqs=args.num_seqs,
-        gpu_memory_utilization=memory_share,
+        kv_cache_gib=KV_CACHE_GIB,  # a share of the GPU would count the other engine's memory
     )
 
 
 def sleep_cost(args: argparse.Namespace) -> dict[str, Any]:
     """Return output tokens per second with and without the sleep, and what it costs."""
     rates: dict[str, list[float]] = {"plain": [], "with_sleep": []}
-    with start_llm(args, "v2", 0.85) as llm:
+    with start_llm(args, "v2") as llm:
         load = make_workload("nano", llm.resolved.runner_config.model.vocab_size)
         plain = llm.engine.step
 
@@ -140,7 +141,7 @@ def runners_ratio(args: argparse.Namespace) -> dict[str, Any]:
     Raises RuntimeError when the pass that times v1's steps did not run the same steps.
     """
     seconds: dict[str, list[float]] = {"v1": [], "v2": []}
-    with start_llm(args, "v1", 0.4) as one, start_llm(args, "v2", 0.4) as two:
+    with start_llm(args, "v1") as one, start_llm(args, "v2") as two:
         vocab_size = one.resolved.runner_config.model.vocab_size
         load, warm_up = (make_workload(name, vocab_size) for name in ("nano", WARM_UP))
         for llm in (one, two):

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib.util
-import os
 import shutil
 import signal
 import sys
@@ -24,11 +23,12 @@ from typing import Any
 import psutil
 import pytest
 
+from nanorunner.workshop.leftovers import shared_names
+
 LIMIT_S = 120.0
 HARD_LIMIT_EXTRA_S = 20.0  # then even a test that sits in a C++ wait is ended, with the whole run
 SETTLE_S = 5.0  # how long killed processes may take to vanish
 NEEDS_PROGRAM = "needs the program"
-OUR_NAMES = ("nanorunner", "sem.mp-", "psm_", "torch_")  # in /dev/shm
 TESTS = Path(__file__).parent
 # test files import their shared helpers by name, and so do the ranks that they start
 sys.path[:0] = [str(TESTS / folder) for folder in ("pure", "cpu")]
@@ -71,7 +71,7 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
     """Fail a test after which a process or a name in /dev/shm is left that was not there before."""
-    processes, names = _processes(), _shared_names()
+    processes, names = _processes(), shared_names()
     yield
     deadline = time.monotonic() + SETTLE_S
     while left := (_processes() - processes):
@@ -80,7 +80,7 @@ def nothing_left() -> Iterator[None]:
                 process.kill()
             pytest.fail(f"processes left: {[process.info for process in left]}")
         time.sleep(0.02)
-    new_names = _shared_names() - names
+    new_names = shared_names() - names
     assert not new_names, f"left in /dev/shm: {sorted(new_names)}"
 
 
@@ -171,9 +171,3 @@ def _processes() -> set[psutil.Process]:
         except psutil.NoSuchProcess:
             continue
     return found
-
-
-def _shared_names() -> set[str]:
-    if not os.path.isdir("/dev/shm"):
-        return set()
-    return {name for name in os.listdir("/dev/shm") if name.startswith(OUR_NAMES)}

@@ -1,7 +1,8 @@
 """The code exercises: what is written, by which signature, and who examines it.
 
-A learner copies a starter from docs/workshop/exercises, fills it in, and runs
+A learner takes a starter, fills it in, and has it examined:
 
+    nanorunner check ack --starter > my_ack.py
     nanorunner check ack my_ack.py
 
 Each function has the name and the signature of the project's own, so that what was learnt can be
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-STARTERS = Path(__file__).resolve().parents[2] / "docs" / "workshop" / "exercises"
+STARTERS = Path(__file__).parent / "exercises"  # docs/workshop/exercises is a link to it
 
 Functions = Mapping[str, Callable[..., Any]]
 
@@ -92,7 +93,7 @@ def load_functions(name: str, file: Path) -> dict[str, Callable[..., Any]]:
     file itself raises comes through.
     """
     if not file.is_file():
-        raise ValueError(f"{file}: no such file; copy {starter_of(name)} and fill it in")
+        raise ValueError(f"{file}: no such file; `{starter_command(name)}` writes a starter")
     spec = importlib.util.spec_from_file_location("learners_file", file)
     if spec is None or spec.loader is None:
         raise ValueError(f"{file}: is not a Python file")
@@ -120,8 +121,8 @@ def examine(name: str, functions: Functions) -> Iterator[Finding]:
             finding = next(findings)
         except StopIteration:
             return
-        except Exception as error:
-            yield Finding("your code runs to its end", _where(error))
+        except (Exception, SystemExit) as error:
+            yield Finding("your code runs to its end", where(error))
             return
         yield finding
         if finding.problem:
@@ -157,11 +158,16 @@ def resolve(own: str) -> Callable[..., Any]:
 
 
 def starter_of(name: str) -> str:
-    """Return where the starter of an exercise lies, as the repository's reader writes it."""
-    return f"docs/workshop/exercises/{EXERCISES[name].starter}"
+    """Return the text of an exercise's starter."""
+    return (STARTERS / EXERCISES[name].starter).read_text(encoding="utf-8")
 
 
-def _where(error: Exception) -> str:
+def starter_command(name: str) -> str:
+    """Return the command that writes an exercise's starter into the folder where one is."""
+    return f"nanorunner check {name} --starter > my_{EXERCISES[name].starter}"
+
+
+def where(error: BaseException) -> str:
     """Return an error with the line that raised it."""
     place = error.__traceback__
     while place is not None and place.tb_next is not None:

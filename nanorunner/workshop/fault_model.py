@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import threading
 import time
+from pathlib import Path
 
 from nanorunner.errors import RankDied
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.workshop.fault_lab import Lab
-from nanorunner.workshop.fault_processes import DETECTION_S, VICTIM
+from nanorunner.workshop.fault_processes import DETECTION_S, START_S, VICTIM
+from nanorunner.workshop.leftovers import wait_until
 from nanorunner.workshop.open_engine import OpenEngine
 
 PROMPT = list(range(3, 35))
 HANG_S = 60.0  # far longer than the lab waits
-KILL_AFTER_S = 0.3  # by then rank 0 waits in the same all-reduce
+KILL_AFTER_S = 0.3  # rank 1 is in the all-reduce; by then rank 0 waits in it, too
 SLOW_S = 0.05
 NUM_SLOW_STEPS = 8
 NUM_COMPARED = 12
@@ -28,21 +31,45 @@ def kill_busy(lab: Lab) -> None:
     """SIGKILL rank 1 inside an all-reduce in which rank 0 waits for it."""
     opened = lab.start_model(2)
     pid = lab.pid_of_rank(VICTIM)
-    opened.ranks.call_all("sabotage", VICTIM, "hang", HANG_S)
+    with tempfile.TemporaryDirectory(prefix="nanorunner-lab-") as folder:
+        sign = Path(folder) / "inside"  # rank 1 makes it
+        opened.ranks.call_all("sabotage", VICTIM, "hang", HANG_S, str(sign))
+        _kill_inside(lab, opened, pid, sign)
+
+
+def _kill_inside(lab: Lab, opened: OpenEngine, pid: int, sign: Path) -> None:
+    """Run a step, and kill rank 1 a while after its sign that it is inside the all-reduce."""
+    inside_after: list[float] = []  # seconds from here to the sign
+    problems: list[str] = []
     killed_at: list[float] = []
+    is_over = threading.Event()
 
     def kill() -> None:
-        os.kill(pid, signal.SIGKILL)
-        killed_at.append(time.monotonic())
+        try:
+            seconds = wait_until(
+                lambda: sign.exists() or is_over.is_set(), START_S, "rank 1's sign"
+            )
+            inside_after.append(seconds)
+        except TimeoutError as error:
+            problems.append(str(error))  # it is killed all the same: rank 0 waits for it
+        if not is_over.wait(KILL_AFTER_S):
+            killed_at.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL)
 
-    timer = threading.Timer(KILL_AFTER_S, kill)
+    killer = threading.Thread(target=kill)
     lab.report.did("rank 1 hangs in the next all-reduce; rank 0 begins a step and waits there too")
-    timer.start()
+    killer.start()
     try:
         _generate(opened, num_tokens=1)
     except RankDied as died:
         seconds = time.monotonic() - (killed_at[0] if killed_at else time.monotonic())
-        lab.report.did(f"sent SIGKILL to rank 1 (pid {pid}) after {KILL_AFTER_S} s")
+        lab.report.must(bool(killed_at), "rank 1 died before it was killed")
+        lab.report.must(not problems, f"rank 1 died outside the all-reduce: {problems}")
+        for inside in inside_after:
+            lab.report.saw(
+                f"rank 1 said that it is in the all-reduce {inside:.2f} s after the call"
+            )
+        lab.report.did(f"sent SIGKILL to rank 1 (pid {pid}) {KILL_AFTER_S} s later")
         lab.report.saw(f"RankDied: {str(died).partition(chr(10))[0]}")
         lab.report.took(seconds, DETECTION_S, "from the kill to the report")
         lab.report.must((died.rank, died.pid) == (VICTIM, pid), "another rank is blamed")
@@ -51,8 +78,8 @@ def kill_busy(lab: Lab) -> None:
     else:
         lab.report.must(False, "no error came")
     finally:
-        timer.cancel()
-        timer.join(DETECTION_S)
+        is_over.set()
+        killer.join(DETECTION_S)
 
 
 def slow(lab: Lab) -> None:

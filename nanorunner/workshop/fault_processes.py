@@ -127,7 +127,7 @@ def leftover(lab: Lab) -> None:
         long_ago = time.time() - OLD_S
         os.utime(old, (long_ago, long_ago))
         lab.report.did(f"left two names in {SHARED_MEMORY}, one of them as old as an hour")
-        facts = " | ".join(fact.text for fact in doctor._shared_memory())
+        facts = " | ".join(fact.text for fact in doctor.shared_memory_facts())
         lab.report.saw(f"doctor: {facts}")
         lab.report.must(old.name in facts, "doctor does not report it")
         start = time.monotonic()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from nanorunner.workers.channel import Call, Channel
@@ -69,8 +70,11 @@ class FaultRunner:
         """Take a call that nobody waits for."""
         self._maybe_raise()
 
-    def sabotage(self, rank: int, kind: str, amount: float) -> None:
-        """Make one rank fail: amount is seconds (slow, hang) or a layer (swap)."""
+    def sabotage(self, rank: int, kind: str, amount: float, sign: str = "") -> None:
+        """Make one rank fail: amount is seconds (slow, hang) or a layer (swap).
+
+        sign: a file that the rank makes when it hangs, so that the lab knows.
+        """
         if kind not in KINDS:
             raise ValueError(f"sabotage {kind!r}: use one of {', '.join(KINDS)}")
         if rank != self.rank:
@@ -82,7 +86,7 @@ class FaultRunner:
         elif kind == "raise":
             self._raises = True
         elif kind == "hang":
-            _hang_in_all_reduce(self.inner.group, amount)
+            _hang_in_all_reduce(self.inner.group, amount, sign)
         else:
             _swap_kv_heads(self.inner.model, int(amount))
 
@@ -142,12 +146,13 @@ def make_runner(config: RunnerConfig, rank: int, group: Any) -> FaultRunner:
     return FaultRunner(inner, rank, ear)
 
 
-def _hang_in_all_reduce(group: Any, seconds: float) -> None:
-    """Let the next all-reduce of this rank begin, and stay in it for so long."""
+def _hang_in_all_reduce(group: Any, seconds: float, sign: str) -> None:
+    """Let the next all-reduce of this rank begin, make the file, and stay in it for so long."""
     all_reduce = group.all_reduce
 
     def hang(x: Any) -> Any:
         group.all_reduce = all_reduce
+        Path(sign).touch()
         time.sleep(seconds)
         return all_reduce(x)
 

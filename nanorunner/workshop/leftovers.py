@@ -1,7 +1,8 @@
 """What a run may leave behind: processes with its mark, names in /dev/shm.
 
 The fault lab and scripts/soak_kill.py put a variable into the environment of what they start; every
-process below inherits it, so an orphan is found as well as a child.
+process below inherits it, so an orphan is found as well as a child. tests/conftest.py asks here
+for the names, too.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from typing import Any
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
-OUR_NAMES = ("nanorunner", "sem.", "psm_", "torch_")  # how names of ours and of torch begin there
+# How names of ours, of multiprocessing and of torch begin there.
+OUR_NAMES = ("nanorunner", "sem.mp-", "psm_", "torch_")
 POLL_S = 0.01
 
 
@@ -41,10 +43,15 @@ def rank_pid(pids: set[int], rank: int) -> int:
 
 
 def shared_names() -> set[str]:
-    """Return the names in /dev/shm that an engine could have left."""
+    """Return the names in /dev/shm that an engine of this user could have left."""
     if not SHARED_MEMORY.is_dir():
         return set()
-    return {name for name in os.listdir(SHARED_MEMORY) if name.startswith(OUR_NAMES)}
+    names = set()
+    for path in SHARED_MEMORY.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+            if path.name.startswith(OUR_NAMES) and path.lstat().st_uid == os.getuid():
+                names.add(path.name)
+    return names
 
 
 def wait_until(is_true: Callable[[], Any], limit_s: float, what: str) -> float:

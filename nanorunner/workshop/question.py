@@ -7,6 +7,7 @@ word; how it is written down (29,360,128 or 29360128; [64, 32] or 64x32) does no
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from nanorunner.workers.model_config import ModelConfig
@@ -36,6 +37,7 @@ class Question:
     # wrong answers that we foresee and their hints; one that is right here is right
     slips: dict[Answer, str] = field(default_factory=dict)
     tolerance: float = 0.0  # relative
+    options: dict[str, str] = field(default_factory=dict)  # letter -> words, of a choice
 
 
 def judge(question: Question, text: str) -> tuple[bool, str]:
@@ -43,7 +45,7 @@ def judge(question: Question, text: str) -> tuple[bool, str]:
 
     Raises ValueError when the text is no answer of the kind that is asked for.
     """
-    given = read_answer(question.answer, text)
+    given = read_answer(question.answer, text, question.options)
     if _is_equal(given, question.answer, question.tolerance):
         return True, question.why
     for slip, hint in question.slips.items():
@@ -52,11 +54,14 @@ def judge(question: Question, text: str) -> tuple[bool, str]:
     return False, question.hint
 
 
-def read_answer(like: Answer, text: str) -> Answer:
-    """Return the answer that a text gives, of the kind of `like`; ValueError if it gives none."""
+def read_answer(like: Answer, text: str, options: Mapping[str, str] | None = None) -> Answer:
+    """Return the answer that a text gives, of the kind of `like`; ValueError if it gives none.
+
+    One of several options may be given by its letter, by its words, or by both.
+    """
     words = text.strip().lower()
     if isinstance(like, str):
-        return words
+        return _option(text, options) if options else _plain(text)
     if isinstance(like, tuple):
         numbers = tuple(int(number) for number in re.findall(r"\d+", words))
         if len(numbers) != len(like):
@@ -71,6 +76,20 @@ def read_answer(like: Answer, text: str) -> Answer:
         return float(re.sub(r"[,_ ]|ms$|bytes$", "", words))
     except ValueError:
         raise ValueError(f"{text!r}: write a number") from None
+
+
+def _option(text: str, options: Mapping[str, str]) -> str:
+    """Return the letter of the option that a text names."""
+    given = _plain(text)
+    for letter, option in options.items():
+        if given in (letter, _plain(option), f"{letter} {_plain(option)}"):
+            return letter
+    raise ValueError(f"{text!r}: write one of {', '.join(options)}")
+
+
+def _plain(text: str) -> str:
+    """Return the words of a text, without what stands around them."""
+    return re.sub(r"\W+", " ", text.lower()).strip()
 
 
 def _is_equal(given: Answer, answer: Answer, tolerance: float) -> bool:

@@ -13,6 +13,7 @@ from nanorunner.workshop.sandbox_channel import POLICIES, Race, policy_channel, 
 
 NUM_CALLS = 200
 LETTERS = "abc"
+OPTIONS = dict(zip(LETTERS, POLICIES, strict=True))
 EVENT_PATIENCE_S = 1.0  # set() takes microseconds when it returns at all
 START_PATIENCE_S = 20.0
 EVENT_TEXT = (
@@ -22,7 +23,7 @@ EVENT_TEXT = (
 EVENT_HINT = "set() of that class waits until each sleeper has woken up. Can this one?"
 ACK_TEXT = (
     f"The wire holds one frame. When may rank 0 overwrite it so that no call is ever lost: "
-    f"{', '.join(f'{letter}) {policy}' for letter, policy in zip(LETTERS, POLICIES, strict=True))}?"
+    f"{', '.join(f'{letter}) {policy}' for letter, policy in OPTIONS.items())}?"
 )
 ACK_HINT = "Whose copy would be torn if one rank were slower than the others?"
 
@@ -31,11 +32,17 @@ def when_to_overwrite(setting: Setting) -> Question:
     """Try each rule on a quick and a slow reader; the one that loses nothing is right."""
     results = {policy: race(policy_channel(policy), num_calls=NUM_CALLS) for policy in POLICIES}
     lost = {policy: _num_lost(races) for policy, races in results.items()}
-    safe = [letter for letter, policy in zip(LETTERS, POLICIES, strict=True) if lost[policy] == 0]
+    safe = [letter for letter, policy in OPTIONS.items() if lost[policy] == 0]
     told = "; ".join(f"{policy}: {number}" for policy, number in lost.items())
+    # who waits for more cannot lose more: if the strictest rule lost calls, readers came too late
+    if LETTERS[-1] not in safe:
+        raise OSError(
+            f"the experiment could not be made here: of {NUM_CALLS} calls were lost or torn "
+            f"{told}; is the machine very busy?"
+        )
     slips: dict[Answer, str] = {
         letter: f"Just tried with {NUM_CALLS} calls: {policy}, {lost[policy]} were lost or torn."
-        for letter, policy in zip(LETTERS, POLICIES, strict=True)
+        for letter, policy in OPTIONS.items()
         if lost[policy]
     }
     return Question(
@@ -44,6 +51,7 @@ def when_to_overwrite(setting: Setting) -> Question:
         hint=ACK_HINT,
         why=f"just tried with {NUM_CALLS} calls and two readers; lost or torn {told}",
         slips=slips,
+        options=OPTIONS,
     )
 
 
@@ -69,7 +77,7 @@ def event_set_returns() -> bool:
     try:
         assert program.stdout is not None
         if program.stdout.readline().strip() != "killed":
-            raise OSError("the experiment with a killed waiter could not be made here")
+            raise OSError("the experiment could not be made here: no waiter was killed")
         program.wait(EVENT_PATIENCE_S)
     except subprocess.TimeoutExpired:
         return False

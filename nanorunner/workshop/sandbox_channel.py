@@ -197,6 +197,9 @@ def _read(reader: Any, result: Race, slowest_s: float, timeout_s: float) -> None
         except ChannelError as error:
             result.errors.append(str(error))
             return
+        except SystemExit as error:  # it would end this thread without a word
+            result.errors.append(f"rank {reader.rank}: read_shm raised {error!r}")
+            return
         except Exception as error:  # a torn pickle may raise anything
             result.num_torn += 1
             if result.num_torn > MAX_TORN:

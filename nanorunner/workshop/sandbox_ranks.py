@@ -23,12 +23,12 @@ PATIENCE_S = 5.0  # what takes longer waits for something that never comes
 def run_ranks(tp: int, function: Callable[[int], Any]) -> list[Any]:
     """Return function(rank) of every rank; raise what the first rank that failed has raised."""
     results: list[Any] = [None] * tp
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def run(rank: int) -> None:
         try:
             results[rank] = function(rank)
-        except Exception as error:  # raised below, in the caller's thread
+        except (Exception, SystemExit) as error:  # raised below, in the caller's thread
             errors.append(error)
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(tp)]

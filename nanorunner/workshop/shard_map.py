@@ -64,13 +64,6 @@ class Entry(NamedTuple):
     shares: tuple[Share, ...]  # of the ranks that have it
 
 
-class Proof(NamedTuple):
-    """What the file had to say."""
-
-    num_tensors: int  # put together again and compared
-    errors: list[str]
-
-
 def shard_map(model: ModelConfig, tp: int) -> list[Entry]:
     """Return every parameter in layer order; ValueError when tp exceeds the query heads."""
     plans = [{p.name: p for p in weight_plan(model, tp, rank)} for rank in range(tp)]

@@ -22,10 +22,9 @@ from nanorunner.exit_codes import OK, REQUEST_FAILED
 from nanorunner.model_source import ModelSource, resolve_model
 from nanorunner.workers.architectures import parse
 from nanorunner.workers.checkpoint import DTYPE_BYTES, check_checkpoint, read_headers
-from nanorunner.workers.model_config import ModelConfig
+from nanorunner.workers.model_config import ITEM_BYTES, ModelConfig
 from nanorunner.workers.shards import head_shard
 from nanorunner.workers.weight_plan import Piece, checkpoint_shapes, tiling_errors
-from nanorunner.workshop.item_bytes import ITEM_BYTES
 from nanorunner.workshop.shard_map import (
     COLUMN,
     RANK_0,

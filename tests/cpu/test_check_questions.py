@@ -10,8 +10,10 @@ import pytest
 from nanorunner.cli import main
 from nanorunner.presets import load_preset
 from nanorunner.workers.architectures import parse
+from nanorunner.workshop import questions_wire
 from nanorunner.workshop.question import Setting, judge, read_answer
 from nanorunner.workshop.questions import QUESTIONS, TEXTS_OF_TRIALS, text_of
+from nanorunner.workshop.sandbox_channel import Race
 
 # Worked out by hand for Qwen3-0.6B in bfloat16: (question, tp, runner) -> answer.
 QWEN3 = {
@@ -119,6 +121,23 @@ def test_the_questions_of_the_wire_are_answered_by_trying() -> None:
     question = event(setting("tiny-llama", 2))
     assert question.answer == "no"
     assert not judge(question, "yes")[0]
+
+
+def test_a_machine_too_busy_for_the_experiment_is_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Even the strictest rule lost calls, so nothing can be said of the others."""
+    monkeypatch.setattr(questions_wire, "race", lambda kind, num_calls: [Race(errors=["late"])])
+    assert main(["check", "16", "c"]) == 2
+    assert "the experiment could not be made here: of 200 calls" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["c", "C)", "(c)", "c) after every ack", "After every ack."])
+def test_an_option_is_named_by_its_letter_or_its_words(text: str) -> None:
+    assert read_answer("a", text, questions_wire.OPTIONS) == "c"
+    assert read_answer("a", "after set()", questions_wire.OPTIONS) == "a"
+    with pytest.raises(ValueError, match="write one of a, b, c"):
+        read_answer("a", "never", questions_wire.OPTIONS)
 
 
 @pytest.mark.parametrize(

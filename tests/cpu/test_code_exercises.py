@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from nanorunner.workshop.code_exercises import (
     signature_problem,
 )
 from nanorunner.workshop.sandbox_channel import AT_ONCE, ONE_ACK, SandboxChannel, policy_channel
-from nanorunner.workshop.sandbox_ranks import SandboxRing
+from nanorunner.workshop.sandbox_ranks import SandboxRing, run_ranks
 
 RIGHT: dict[str, dict[str, Callable[..., Any]]] = {
     "row-parallel": {
@@ -83,7 +84,7 @@ def test_another_signature_is_named(tmp_path: Path) -> None:
     file.write_text("def gumbel(): ...\n")
     with pytest.raises(ValueError, match="has no function gumbel_argmax"):
         load_functions("gumbel", file)
-    with pytest.raises(ValueError, match=r"no such file; copy docs/workshop/exercises/gumbel\.py"):
+    with pytest.raises(ValueError, match=r"gumbel --starter > my_gumbel\.py` writes a starter"):
         load_functions("gumbel", tmp_path / "none.py")
 
 
@@ -255,6 +256,9 @@ def test_the_command_examines_a_file_in_a_process_of_its_own(
     [
         ("while True: pass\n", 1, "it did not end within 1 s: something waits for ever"),
         ("import os; os._exit(9)\n", 1, "the process that ran your code ended with 9"),
+        ("import os; os._exit(0)\n", 1, "the process that ran your code ended with 0"),
+        ("import os; os._exit(2)\n", 1, "the process that ran your code ended with 2"),
+        ("import sys\nsys.exit(0)\n", 2, "ends the process when it is imported: SystemExit: 0"),
         ("def staged_write(:\n", 2, "SyntaxError"),
     ],
 )
@@ -266,16 +270,69 @@ def test_a_file_that_hangs_crashes_or_is_no_python_ends_the_check(
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # time enough to start Python, which is all that the last two need
+    # time enough to start Python, which is all that the others need
     monkeypatch.setattr(check, "CODE_LIMIT_S", 1.0 if "while" in content else 20.0)
     mine = tmp_path / "mine.py"
     mine.write_text(content)
     assert main(["check", "staged-write", str(mine)]) == code
-    assert expected in capfd.readouterr().out
+    text = capfd.readouterr().out
+    assert expected in text
+    assert "all of it holds" not in text
+
+
+@pytest.mark.parametrize(
+    ("last_words", "expected"),
+    [
+        ("sys.exit(0)", "SystemExit: 0 (mine.py, line 8)"),
+        ("os._exit(0)", "the process that ran your code ended with 0, before the last try"),
+    ],
+)
+def test_a_function_that_ends_the_process_does_not_pass(
+    last_words: str, expected: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Right until rank 0 has to name a dead rank: three sentences hold, then the code leaves."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(
+        f"import os, sys\n"
+        f"sys.path.insert(0, {str(Path(ack_solution.__file__).parent)!r})\n"
+        f"from ack_solution import read_shm\n"
+        f"import ack_solution\n\n"
+        f"def write_shm(self, method, *args, timeout_s=10.0, check=None):\n"
+        f"    if timeout_s < 1.0:\n"
+        f"        {last_words}\n"
+        f"    return ack_solution.write_shm(\n"
+        f"        self, method, *args, timeout_s=timeout_s, check=check)\n"
+    )
+    assert main(["check", "ack", str(mine)]) == 1
+    text = capfd.readouterr().out
+    assert text.count("  ok       ") == 3
+    assert expected in text
+    assert "all of it holds" not in text
+
+
+def test_a_rank_of_the_sandbox_that_exits_is_heard() -> None:
+    """SystemExit in a thread says nothing by itself."""
+    with pytest.raises(SystemExit, match="enough"):
+        run_ranks(2, lambda rank: sys.exit("enough"))
+    found = problem_of("ack", RIGHT["ack"] | {"read_shm": lambda *given, **named: sys.exit(0)})
+    assert "SystemExit: 0" in found
+
+
+def test_the_starter_is_printed_as_it_is_shipped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, exercise in EXERCISES.items():
+        assert main(["check", name, "--starter"]) == 0
+        mine = tmp_path / "mine.py"
+        mine.write_text(capsys.readouterr().out)
+        assert list(load_functions(name, mine)) == list(exercise.functions)
+    for words in ([], ["4"], ["akc"], ["ack", "mine.py"]):
+        assert main(["check", *words, "--starter"]) == 2
+        assert "write one name before --starter: row-parallel, ack" in capsys.readouterr().err
 
 
 def test_without_a_file_the_command_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "ack"]) == 0
-    assert "copy docs/workshop/exercises/ack.py" in capsys.readouterr().out
+    assert "nanorunner check ack --starter > my_ack.py" in capsys.readouterr().out
     assert main(["check", "ack", "a.py", "b.py"]) == 2
     assert "2 files; give one" in capsys.readouterr().err

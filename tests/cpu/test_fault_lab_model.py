@@ -8,12 +8,15 @@ from nanorunner.cli import main
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.workshop import fault_model
 from nanorunner.workshop.fault_lab import Lab, lab_config
+from nanorunner.workshop.fault_processes import VICTIM
 from nanorunner.workshop.fault_report import FaultReport
 from nanorunner.workshop.faults import FAULTS
 from nanorunner.workshop.question import Setting
 from nanorunner.workshop.questions_step import NEW_TOKENS, STAGES, frames
 
 WITH_A_MODEL = {"kill-busy", "slow", "bad-shard"}
+LATE_S = 0.8  # longer than the lab waits before it kills
+INSIDE = "rank 1 said that it is in the all-reduce "
 NUM_SABOTAGES = 2  # calls of the fault "slow" itself: on and off
 
 
@@ -24,6 +27,18 @@ def test_a_rank_killed_in_an_all_reduce_is_named(capsys: pytest.CaptureFixture[s
     for words in ("was killed by SIGKILL", "(step)", "\n  took  ", "\n  so    as it must be"):
         assert words in text
     assert "left  no process, nothing in /dev/shm" in text
+
+
+@pytest.mark.limit(90)
+def test_a_rank_that_is_late_is_killed_inside_the_all_reduce_all_the_same() -> None:
+    report = FaultReport("late", say=lambda text: None)
+    with Lab(report) as lab:
+        opened = lab.start_model(2)
+        opened.ranks.call_all("sabotage", VICTIM, "slow", LATE_S)
+        fault_model.kill_busy(lab)
+    assert not report.wrong
+    (inside,) = [line for line in report.seen if line.startswith(INSIDE)]
+    assert float(inside.removeprefix(INSIDE).split()[0]) >= LATE_S - 0.1
 
 
 @pytest.mark.limit(90)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from nanorunner.cli import main
-from nanorunner.workshop import fault_lab, fault_processes
+from nanorunner.workshop import fault_lab, fault_processes, leftovers
 from nanorunner.workshop.fault_lab import MARK, Lab
 from nanorunner.workshop.fault_report import FaultReport
 from nanorunner.workshop.faults import FAULTS, Fault, play
@@ -95,6 +95,17 @@ def test_a_process_and_a_name_that_are_left_are_found(monkeypatch: pytest.Monkey
             sleeper.kill()
             sleeper.wait(10)
     assert MARK not in os.environ
+
+
+def test_names_of_others_are_not_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(leftovers, "SHARED_MEMORY", tmp_path)
+    for name in ("nanorunner-1", "torch_1", "sem.mp-1", "psm_1", "sem.other", "chrome"):
+        (tmp_path / name).touch()
+    mine = {"nanorunner-1", "torch_1", "sem.mp-1", "psm_1"}
+    assert leftovers.shared_names() == mine
+    somebody = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: somebody)
+    assert leftovers.shared_names() == set()
 
 
 def test_a_death_that_nobody_reports_in_time_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

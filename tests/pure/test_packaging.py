@@ -53,6 +53,12 @@ def test_the_links_are_relative(name: str) -> None:
     assert os.readlink(ROOT / "nanorunner" / name) == f"../{name}"
 
 
+def test_the_starters_are_read_in_docs_and_shipped_with_the_code() -> None:
+    link = ROOT / "docs" / "workshop" / "exercises"
+    assert os.readlink(link) == "../../nanorunner/workshop/exercises"
+    assert (link / "ack.py").is_file()
+
+
 def test_the_build_map_equals_the_folders_on_disk() -> None:
     package_dir = assigned(ROOT / "setup.py", "PACKAGE_DIR")
     assert isinstance(package_dir, dict)
@@ -108,6 +114,8 @@ def test_the_wheel_holds_nanorunner_alone_and_runs_from_another_folder(tmp_path:
     for package, folder in {
         "nanorunner": "nanorunner",
         "nanorunner/bench": "nanorunner/bench",
+        "nanorunner/workshop": "nanorunner/workshop",
+        "nanorunner/workshop/exercises": "nanorunner/workshop/exercises",
         **{f"nanorunner/{n}": n for n in LINKED},
     }.items():
         for suffix in ("*.py", "*.yaml"):
@@ -130,6 +138,8 @@ def test_the_wheel_holds_nanorunner_alone_and_runs_from_another_folder(tmp_path:
     assert where.startswith(str(target))
     version = run([sys.executable, "-m", "nanorunner", "--version"], elsewhere, environment)
     assert version.startswith("nanorunner ")
+    command = [sys.executable, "-m", "nanorunner", "check", "ack", "--starter"]
+    assert "def write_shm(" in run(command, elsewhere, environment)
 
 
 def run(command: list[str], cwd: Path = ROOT, env: dict[str, str] | None = None) -> str:

@@ -28,7 +28,7 @@ import torch
 
 from nanorunner import LLM, SamplingParams
 from nanorunner.bench.code_version import git_commit
-from nanorunner.bench.provenance import package_version
+from nanorunner.bench.environment import package_version
 from nanorunner.bench.workloads import WORKLOADS, Workload, make_workload
 from nanorunner.flags import Parser
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from nanorunner.resolve import ITEM_BYTES, kv_token_bytes, num_parameters
-from nanorunner.workers.model_config import ModelConfig
+from nanorunner.resolve import kv_token_bytes, num_parameters
+from nanorunner.workers.model_config import ITEM_BYTES, ModelConfig
 
 FORMULA = (
     "limit of a step = max(bytes / bandwidth, operations / rate) / tp; bytes = every weight once "

@@ -13,6 +13,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = PACKAGE.parent  # the clone, where it is one
 GIT_TIMEOUT_S = 10.0
+TRACKED_FILES = ("--porcelain", "--untracked-files=no")  # somebody's notes change no result
 
 
 def code_version() -> str:
@@ -32,21 +33,23 @@ def git_commit() -> str | None:
         return None
     try:
         commit = _git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+changes" if _git("status", "--porcelain") else "")
+        return commit + ("+changes" if _git("status", *TRACKED_FILES) else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
 
 def source_digest(package: Path = PACKAGE) -> str:
-    """Return a hash of the package's own Python files.
+    """Return a hash of the package's own Python and YAML files, but for the ready sweeps.
 
-    workers/ and kernels/ are links, which os.walk follows when told to.
+    The YAML decides results: shapes of models, sizes of kernels. workers/, kernels/ and configs/
+    are links, which os.walk follows when told to.
     """
+    sweeps = package / "configs" / "sweeps"  # what is measured, not how: a row has its settings
     total = hashlib.sha256()
     for folder, folders, names in os.walk(package, followlinks=True):
-        folders.sort()
+        folders[:] = sorted(each for each in folders if Path(folder, each) != sweeps)
         for name in sorted(names):
-            if name.endswith(".py"):
+            if name.endswith((".py", ".yaml")):
                 path = Path(folder, name)
                 total.update(path.relative_to(package).as_posix().encode() + b"\0")
                 total.update(path.read_bytes())

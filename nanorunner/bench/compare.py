@@ -5,7 +5,7 @@
 
 The flags after the sides are those of `bench throughput` and hold for all of them: same model,
 dtype, backend, graph sizes, token budget, requests and seed. A side may have settings of its own,
-as v2:async_depth=1. A peer that is not installed is skipped by name.
+as v2:async_depth=1. A peer that is not installed is skipped by name, as long as two sides are left.
 """
 
 from __future__ import annotations
@@ -22,10 +22,23 @@ from typing import Any, NamedTuple
 from nanorunner.bench import throughput
 from nanorunner.bench.compare_text import comparison_text
 from nanorunner.bench.fresh_process import run_fresh
-from nanorunner.bench.measuring_flags import count_above_0, number_above_0, number_from_0
-from nanorunner.bench.result import summarise, write_result
-from nanorunner.bench.sides import Side, parse_sides
-from nanorunner.bench.verdicts import absent, agreement, differences, fell_back, ratios, unfair
+from nanorunner.bench.measuring_flags import (
+    count_above_0,
+    number_above_0,
+    number_from_0,
+    sampling_params,
+)
+from nanorunner.bench.result import check_writable, summarise, write_result
+from nanorunner.bench.sides import Side, check_peer_sampling, parse_sides
+from nanorunner.bench.verdicts import (
+    MIN_ROUNDS_OF_A_VERDICT,
+    absent,
+    agreement,
+    differences,
+    fell_back,
+    ratios,
+    unfair,
+)
 from nanorunner.config import make_config
 from nanorunner.exit_codes import OK, REFUSED, REQUEST_FAILED
 from nanorunner.flags import Parser, engine_settings
@@ -58,7 +71,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_ROUNDS,
         metavar="N",
         help=f"fresh processes of each side, in turns (default {DEFAULT_ROUNDS}); --repeat is "
-        "the measured passes in each",
+        f"the measured passes in each, and a verdict needs {MIN_ROUNDS_OF_A_VERDICT} rounds",
     )
     group.add_argument(
         "--timeout",
@@ -85,16 +98,32 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         asked = engine_settings(args)
         if "runner" in asked:
             raise ValueError(f"--runner {asked['runner']}: name the runners as sides instead")
+        params = sampling_params(args)
         for side in sides:
-            if not side.is_peer:
-                make_config({**asked, **side.own, "runner": side.name})
+            if side.is_peer:
+                check_peer_sampling(side.label, params)
+                continue
+            config = make_config({**asked, **side.own, "runner": side.name})
+            if config.trace is not None:
+                raise ValueError(
+                    f"trace {config.trace}: every process would write there; use it with "
+                    f"`bench throughput`"
+                )
         known = _throughput_parser().long_flags()
         for side in sides:
             side.command(flags, known, Path("x"))  # refuses an unknown setting of its own
-    except ValueError as error:
+        skipped = {
+            side.label: f"{name} is not installed" for side in sides if (name := side.missing())
+        }
+        if len(sides) - len(skipped) < 2:
+            raise ValueError(
+                f"compare {' '.join(args.sides)}: only {sides[0].label} can run here "
+                f"({', '.join(skipped.values())}); install it, or name another side"
+            )
+        check_writable(args.out)
+    except (ValueError, OSError) as error:
         print(f"nanorunner: {error}", file=sys.stderr)
         return REFUSED
-    skipped = {side.label: f"{name} is not installed" for side in sides if (name := side.missing())}
     for label, reason in skipped.items():
         print(f"nanorunner: skipped {label}: {reason}", file=sys.stderr)
     present = [side for side in sides if side.label not in skipped]
@@ -110,12 +139,17 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         "skipped": skipped,
     }
     print(comparison_text(comparison))
-    if args.out is not None:
-        write_result(args.out, comparison)
     without_results = [
         {k: v for k, v in side.items() if k != "result"} for side in comparison["sides"]
     ]
-    print(json.dumps({**comparison, "sides": without_results}))
+    # before the file: a full disk must not lose it
+    print(json.dumps({**comparison, "sides": without_results}), flush=True)
+    try:
+        if args.out is not None:
+            write_result(args.out, comparison)
+    except OSError as error:
+        print(f"nanorunner: {error}", file=sys.stderr)
+        return REQUEST_FAILED
     return REQUEST_FAILED if comparison["problems"] else OK
 
 
@@ -173,14 +207,16 @@ def conclude(
     """
     problems = [rounds.problem for rounds in measured.values() if rounds.problem]
     whole = [side for side in sides if not measured[side.label].problem]
-    merged = {side.label: together(measured[side.label].results) for side in whole}
+    results = {side.label: measured[side.label].results for side in whole}
+    merged = {label: together(its) for label, its in results.items()}
     first = sides[0]
     for side in whole:
         if not side.is_peer:
             wanted = {**asked, **side.own, "runner": side.name}
-            for problem in fell_back(merged[side.label], wanted):
-                problems.append(f"{side.label} fell back: {problem}")
-    found = differences(merged)
+            for number, result in enumerate(results[side.label], start=1):
+                for problem in fell_back(result, wanted):
+                    problems.append(f"{side.label} fell back in round {number}: {problem}")
+    found = differences(results)
     own = [name for side in sides for name in side.own]
     problems += [f"not the same on all sides: {name}" for name in unfair(found, own)]
     comparison: dict[str, Any] = {
@@ -190,25 +226,26 @@ def conclude(
         "ratios": {},
         "agreement": {},
         "differences": found,
-        "absent": absent(merged),
+        "absent": absent(results),
         "problems": problems,
     }
-    base = measured[first.label].results
-    for side in whole[1:] if first.label in merged else []:
+    base = results.get(first.label, [])
+    for side in whole[1:] if base else []:
+        its = results[side.label]
         comparison["ratios"][side.label] = {
-            name: ratio._asdict()
-            for name, ratio in ratios(base, measured[side.label].results).items()
+            name: ratio._asdict() for name, ratio in ratios(base, its).items()
         }
-        comparison["agreement"][side.label] = _agreement(
-            side, merged[first.label], merged[side.label], min_agreement, problems
-        )
+        comparison["agreement"][side.label] = _agreement(side, base, its, min_agreement, problems)
     for result in merged.values():
         result.pop("output_ids")  # compared: nobody needs a million ids in a file
     return comparison
 
 
 def together(results: Sequence[Result]) -> Result:
-    """Return the rounds of a side as one result; settings and ids are the first round's."""
+    """Return the rounds of a side as one result for a reader.
+
+    Its settings, counters and ids are the first round's: whoever judges them takes every round's.
+    """
     repeats = [values for result in results for values in result["repeats"]]
     samples = [counts for result in results for counts in result["samples"]]
     return {
@@ -221,26 +258,33 @@ def together(results: Sequence[Result]) -> Result:
 
 def _agreement(
     side: Side,
-    first: Result,
-    other: Result,
+    first: Sequence[Result],
+    other: Sequence[Result],
     min_agreement: float | None,
     problems: list[str],
 ) -> dict[str, Any]:
-    """Return how far a side's outputs are the first one's; adds to problems when too little."""
-    reason = _incomparable(side, first)
+    """Return how far a side's outputs are the first one's, of the round where they are it least.
+
+    Adds to problems when that is too little.
+    """
+    reason = _incomparable(side, first[0])
     if reason:
         return {"not_compared": reason}
-    equal = agreement(first["output_ids"], other["output_ids"])
+    by_round = [
+        agreement(a["output_ids"], b["output_ids"]) for a, b in zip(first, other, strict=True)
+    ]
+    place = min(range(len(by_round)), key=lambda index: by_round[index].share)
+    equal = by_round[place]
     least = min_agreement
     if least is None:
-        is_exact = first["config"]["dtype"] == other["config"]["dtype"] == "float32"
+        is_exact = {result["config"]["dtype"] for result in (*first, *other)} == {"float32"}
         least = 1.0 if is_exact else 0.0
     if equal.share < least:
         problems.append(
             f"{side.label}: the ids of {equal.equal_requests} of {equal.requests} requests are "
-            f"the first side's; at least {least:.0%} must be"
+            f"the first side's in round {place + 1}; at least {least:.0%} must be"
         )
-    return {**equal._asdict(), "share": equal.share, "least": least}
+    return {**equal._asdict(), "share": equal.share, "least": least, "round": place + 1}
 
 
 def _incomparable(side: Side, first: Result) -> str:

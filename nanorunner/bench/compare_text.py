@@ -17,7 +17,7 @@ def comparison_text(comparison: dict[str, Any]) -> str:
     if results:
         lines += [aligned(_figures(results, comparison["ratios"])), ""]
     for side, found in comparison["agreement"].items():
-        lines.append(f"outputs of {side}: {_agreement_words(found, first)}")
+        lines.append(f"outputs of {side}: {_agreement_words(found, first, rounds)}")
     if comparison["differences"]:
         lines += ["", "what differed:", aligned(_differences(comparison, list(results)))]
     for side, names in comparison["absent"].items():
@@ -59,7 +59,7 @@ def _figures(results: dict[str, Any], ratios: dict[str, Any]) -> list[list[str]]
     return table
 
 
-def _agreement_words(found: dict[str, Any], first: str) -> str:
+def _agreement_words(found: dict[str, Any], first: str, num_rounds: int) -> str:
     if "not_compared" in found:
         return f"not compared: {found['not_compared']}"
     words = (
@@ -67,6 +67,8 @@ def _agreement_words(found: dict[str, Any], first: str) -> str:
         f"({found['share']:.1%}); {found['tokens_before_a_difference']:,} of {found['tokens']:,} "
         f"ids come before a first difference"
     )
+    if num_rounds > 1:
+        words += f", in round {found['round']}, where it is the least"
     places = ", ".join(f"request {a} at id {b}" for a, b in found["first_differences"][:3])
     return words + (f" ({places})" if places else "")
 

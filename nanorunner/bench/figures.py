@@ -30,6 +30,7 @@ from nanorunner.bench.drawing import (
     note,
     plain_log_axes,
 )
+from nanorunner.bench.environment import ENVIRONMENT_NAMES
 from nanorunner.bench.metrics import METRICS
 from nanorunner.bench.pareto import front, latency_of
 from nanorunner.bench.records import Record, label, series, telling_names, text_of, value_of
@@ -40,7 +41,9 @@ RATE = "output_tokens_per_s"
 SECOND_METRIC = {"input_len": "ttft_ms_p50", "rate": "ttft_ms_p95", "concurrency": "ttft_ms_p95"}
 DEFAULT_SECOND_METRIC = "itl_ms_p95"
 LOAD_NAMES = ("batch", "concurrency", "rate", "requests")  # how much is asked, not of whom
-NO_FIGURE_NAMES = ("model", "workload", "commit", "tp", "batch", "requests")
+NO_FIGURE_NAMES = ("model", "workload", "commit", "tp", "batch", "requests", *ENVIRONMENT_NAMES)
+# What the physical limit of a batch depends on; a runner has the same one as another.
+LIMIT_NAMES = ("model", "tp", "dtype", "input_len", "output_len", "gpu", "cpu")
 REPEATS = "Points: median of all repeats; bars: smallest to largest."
 
 LimitsOf = Callable[[Record], Limits | None]
@@ -122,10 +125,28 @@ def batches(records: Sequence[Record], limits_of_record: LimitsOf) -> Drawing:
         its = sorted(its, key=_batch)
         rates = [record.metrics[RATE].values for record in its]
         error_bars(axes, [_batch(record) for record in its], rates, title, look)
-    sources = set()
-    # what the limit depends on; a runner has the same one as another
-    of_limit = [name for name in names if name in ("model", "tp", "dtype", "input_len")]
-    for title, its in series(shown, of_limit).items():
+    curves, sources = limit_curves(shown, names, limits_of_record)
+    for title, points in curves.items():
+        axes.plot(*zip(*points, strict=True), color=GREY, ls="--", lw=2)
+        words = f"limit {title}".strip()
+        note(axes, points[-1], words, xytext=(0, 8), ha="right", color=GREY)
+    axes.set(xlabel="batch (requests at once)", ylabel="output tokens/s", yscale="log")
+    measured_ticks(axes, [_batch(record) for record in shown])
+    title, limit = "Tokens per second", "No limit: the machine's bandwidth is not known."
+    if sources:
+        title, limit = f"{title} and the physical limit", f"{FORMULA} ({'; '.join(sources)})."
+    return finish("batch", f"{title}, over the batch", f"{REPEATS} {limit}", figure)
+
+
+def limit_curves(
+    records: Sequence[Record], names: Sequence[str], limits_of_record: LimitsOf
+) -> tuple[dict[str, list[tuple[int, float]]], set[str]]:
+    """Return the limit's points (batch, output tokens/s) by what it is the limit of.
+
+    names: the settings that tell the records apart. Beside them comes where the limits are from.
+    """
+    curves, sources = {}, set()
+    for title, its in series(records, [name for name in names if name in LIMIT_NAMES]).items():
         curve: dict[int, float] = {}
         for record in its:
             limits = limits_of_record(record)
@@ -133,16 +154,8 @@ def batches(records: Sequence[Record], limits_of_record: LimitsOf) -> Drawing:
                 sources.add(limits.source)
                 curve[_batch(record)] = limit_tokens_per_s(record, limits)
         if curve:
-            points = sorted(curve.items())
-            axes.plot(*zip(*points, strict=True), color=GREY, ls="--", lw=2)
-            words = f"limit {title}".strip()
-            note(axes, points[-1], words, xytext=(0, 8), ha="right", color=GREY)
-    axes.set(xlabel="batch (requests at once)", ylabel="output tokens/s", yscale="log")
-    measured_ticks(axes, [_batch(record) for record in shown])
-    title, limit = "Tokens per second", "No limit: the machine's bandwidth is not known."
-    if sources:
-        title, limit = f"{title} and the physical limit", f"{FORMULA} ({'; '.join(sources)})."
-    return finish("batch", f"{title}, over the batch", f"{REPEATS} {limit}", figure)
+            curves[title] = sorted(curve.items())
+    return curves, sources
 
 
 def limit_tokens_per_s(record: Record, limits: Limits) -> float:

@@ -64,6 +64,12 @@ class Job:
             for index, (prompt, output_len) in enumerate(zip(*workload, strict=True))
         ]
 
+    def pass_requests(
+        self, params: SamplingParams, pass_number: int, *, prefix_cache: bool
+    ) -> list[Request]:
+        """Return the requests of a pass; with a prefix cache, ids that it has not seen yet."""
+        return self.requests(params, pass_number if prefix_cache else 0)
+
     def describe(self, params: SamplingParams) -> dict[str, Any]:
         """Return a result's "workload"."""
         plain = SamplingParams()

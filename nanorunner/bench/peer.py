@@ -16,6 +16,7 @@ from typing import Any
 
 from nanorunner.bench.cli import parser_of
 from nanorunner.bench.code_version import git_commit
+from nanorunner.bench.driver import Request
 from nanorunner.bench.job import Job, set_job
 from nanorunner.bench.measuring_flags import sampling_params
 from nanorunner.bench.metrics import pass_metrics
@@ -24,7 +25,7 @@ from nanorunner.bench.provenance import describe_machine
 from nanorunner.bench.resources import ResourceMeter
 from nanorunner.bench.result import SCHEMA, summarise, write_result
 from nanorunner.bench.session import DEFAULTS
-from nanorunner.bench.sides import PEERS
+from nanorunner.bench.sides import PEERS, check_peer_sampling
 from nanorunner.config import make_config
 from nanorunner.exit_codes import OK, REFUSED, REQUEST_FAILED
 from nanorunner.flags import engine_settings
@@ -57,6 +58,7 @@ def main(argv: list[str]) -> int:
     try:
         if name not in PEERS:
             raise ValueError(f"peer {name!r}: use {' or '.join(PEERS)}")
+        check_peer_sampling(name, sampling_params(args))
         resolved = resolve(make_config({**DEFAULTS, **engine_settings(args)}))
         job = set_job(args, resolved)
         assert resolved.config.max_model_len is not None, "resolve() sets it"
@@ -82,12 +84,17 @@ def main(argv: list[str]) -> int:
 def measure(serve: Serve, job: Job, resolved: Resolved, args: Namespace) -> dict[str, Any]:
     """Return a result of the peer: warm-up passes, then measured ones."""
     config, params = resolved.config, sampling_params(args)
-    requests = job.requests(params, 0)
-    for _ in range(args.warm_up):
-        serve(requests, args.time_limit)
+
+    def requests_of(number: int) -> list[Request]:
+        return job.pass_requests(params, number, prefix_cache=config.prefix_cache)
+
+    for number in range(args.warm_up):
+        serve(requests_of(number), args.time_limit)
     began = datetime.now(timezone.utc)
     repeats, samples, ids = [], [], []
-    for _ in range(args.repeat):
+    not_counted: dict[str, str] = {}
+    for number in range(args.repeat):
+        requests = requests_of(args.warm_up + number)
         with ResourceMeter(config.tp if config.device == "cuda" else 0) as meter:
             record = serve(requests, args.time_limit)
         values, counts = pass_metrics(
@@ -96,6 +103,7 @@ def measure(serve: Serve, job: Job, resolved: Resolved, args: Namespace) -> dict
         used = meter.read()
         repeats.append(values | used.values)
         samples.append(counts | used.samples)
+        not_counted |= used.gaps
         ids.append([request.token_ids for request in record.requests])
         for made, request in zip(ids[-1], requests, strict=True):
             if len(made) != request.params.max_tokens:
@@ -114,7 +122,7 @@ def measure(serve: Serve, job: Job, resolved: Resolved, args: Namespace) -> dict
         "repeats": repeats,
         "samples": samples,
         "metrics": summarise(repeats, samples),
-        "counters": {},
+        "counters": {"not_counted": not_counted},
         "outputs": {"equal": all(each == ids[0] for each in ids)},
         "output_ids": ids[0],
     }

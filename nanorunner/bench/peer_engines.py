@@ -4,8 +4,9 @@
     hf     transformers' generate: static batches of up to max_num_seqs prompts, padded on the left;
            a batch runs until its longest output is done, as that is how generate is used
 
-Each is imported when it is opened. Greedy or with temperature, top-k and top-p; a peer's random
-numbers are its own, so only greedy ids can be compared.
+Each is imported when it is opened. Greedy or with temperature, top-k and top-p, and nothing else
+(sides.check_peer_sampling); a peer's random numbers are its own, so only greedy ids can be
+compared.
 """
 
 from __future__ import annotations
@@ -156,7 +157,9 @@ class HfEngine:
         else:
             model = auto.from_pretrained(folder, dtype=dtype)
         self._model = model.to(config.device).eval()
-        self._model.generation_config.eos_token_id = None  # every request runs to its full length
+        # a fresh one: no eos, so that every request runs to its full length, and none of the ways
+        # of sampling (penalties, top-p) that a model's own file asks generate() for
+        self._model.generation_config = transformers.GenerationConfig()
         self._device = config.device
         self._batch = config.max_num_seqs
         self._torch = torch

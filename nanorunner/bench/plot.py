@@ -18,6 +18,7 @@ from pathlib import Path
 from nanorunner.bench.bounds import Limits, limits_of
 from nanorunner.bench.records import Record
 from nanorunner.bench.report import Limited, report_html
+from nanorunner.bench.result import check_writable
 from nanorunner.bench.result_files import Found, read_folder
 from nanorunner.bench.tables import points_table
 from nanorunner.exit_codes import OK, REFUSED
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             raise ValueError(f"{args.folder}: no result in it{_skipped_words(found)}")
         if importlib.util.find_spec("matplotlib") is None:
             raise ValueError("plot needs matplotlib; pip install 'nanorunner[bench]'")
-    except ValueError as error:
+        check_writable(args.folder / REPORT_NAME)
+    except (ValueError, OSError) as error:
         print(f"nanorunner: {error}", file=sys.stderr)
         return REFUSED
     for name, reason in found.skipped.items():

@@ -158,11 +158,12 @@ def flags_of(settings: Mapping[str, Scalar], known: Iterable[str] | None = None)
     return words
 
 
-def runs_of(sweep: Sweep, commit: str, known: Iterable[str] | None = None) -> list[Run]:
+def runs_of(sweep: Sweep, origin: str, known: Iterable[str] | None = None) -> list[Run]:
     """Return every process of the sweep, in the order in which they run.
 
     Each round holds every point once, shuffled anew, so that a slow hour of the machine does not
-    fall on one point. Raises ValueError as flags_of does.
+    fall on one point. origin: the code and the machine, as row_key has it. Raises ValueError as
+    flags_of does.
     """
     flags = [tuple(flags_of(settings, known)) for settings in sweep.points]
     shuffle = random.Random(sweep.seed).shuffle
@@ -172,19 +173,22 @@ def runs_of(sweep: Sweep, commit: str, known: Iterable[str] | None = None) -> li
         shuffle(order)
         for point in order:
             settings = sweep.points[point]
-            key = row_key(sweep.words, settings, repeat, commit)
+            key = row_key(sweep.words, settings, repeat, origin)
             run = Run(point=point, repeat=repeat, settings=settings, key=key, flags=flags[point])
             runs.append(run)
     return runs
 
 
-def row_key(words: Sequence[str], settings: Mapping[str, Scalar], repeat: int, commit: str) -> str:
-    """Return the hash that names a row: command, settings, repeat, and the code that was run."""
+def row_key(words: Sequence[str], settings: Mapping[str, Scalar], repeat: int, origin: str) -> str:
+    """Return the hash that names a row: command, settings, repeat, and where its figures are from.
+
+    origin: the code that was run, the machine and the versions.
+    """
     parts = {
         "command": list(words),
         "settings": {name: value for name, value in settings.items() if value is not None},
         "repeat": repeat,
-        "commit": commit,
+        "origin": origin,
     }
     text = json.dumps(parts, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

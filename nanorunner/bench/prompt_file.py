@@ -48,7 +48,8 @@ def read_prompt_file(
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: {error}") from None
     lines = []
-    for number, line in enumerate(text.splitlines(), start=1):
+    # not splitlines(): JSON may hold U+2028 and its like, which are no ends of a line here
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 lines.append(_read_line(line, default_output_len, is_trace))

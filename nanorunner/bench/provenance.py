@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 import re
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 
+from nanorunner.bench.environment import cpu_name, driver_version
+from nanorunner.bench.environment import package_version as package_version
 from nanorunner.machine import usable_cores
 
 PACKAGES = ("nanorunner", "torch", "triton", "flash-attn", "numpy")
@@ -21,30 +21,25 @@ def describe_machine() -> dict[str, Any]:
     return {
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
-        "cpu": _cpu_name(),
+        "driver": driver_version(),
+        "cpu": cpu_name(),
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "platform": f"{platform.system()} {_kernel_version()} {platform.machine()}",
         "python": platform.python_version(),
-        "versions": {name: package_version(name) for name in PACKAGES},
+        "versions": {
+            **{name: package_version(name) for name in PACKAGES},
+            "nccl": _nccl_version(),
+        },
     }
 
 
-def package_version(name: str) -> str | None:
-    """Return an installed package's version, None when it is not there."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
+def _nccl_version() -> str | None:
+    """Return the version of the NCCL that torch brings, None for a torch without one."""
+    if not (torch.cuda.is_available() and torch.distributed.is_nccl_available()):
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        text = ""
-    found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else platform.processor()
+    nccl: Any = torch.cuda.nccl  # its functions have no types
+    return ".".join(map(str, nccl.version()))
 
 
 def _kernel_version() -> str:

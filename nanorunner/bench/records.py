@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+from nanorunner.bench.environment import ENVIRONMENT_NAMES, environment_of
 from nanorunner.workers.model_config import ModelConfig
 
 # A label always holds these where they differ; others only where they tell two points apart.
@@ -82,10 +83,14 @@ class Record:
 
 
 def together(records: Sequence[Record]) -> list[Record]:
-    """Return the records with those of one point (its repeats in several processes) made one."""
+    """Return the records with those of one point (its repeats in several processes) made one.
+
+    Those of another commit, device, torch or triton are another point.
+    """
     groups: dict[str, list[Record]] = {}
     for record in records:
-        identity = [record.source, record.kind, record.commit, record.settings]
+        environment = environment_of(record.machine, record.device)
+        identity = [record.source, record.kind, record.commit, environment, record.settings]
         groups.setdefault(json.dumps(identity, sort_keys=True, default=str), []).append(record)
     return [_merged(group) for group in groups.values()]
 
@@ -127,7 +132,7 @@ def _candidates(records: Sequence[Record]) -> list[str]:
     names: dict[str, None] = {}
     for record in records:
         names.update(dict.fromkeys(record.settings if record.varied is None else record.varied))
-    return [*names, "commit"]
+    return [*names, "commit", *ENVIRONMENT_NAMES]
 
 
 def _num_groups(records: Sequence[Record], names: Sequence[str]) -> int:
@@ -135,7 +140,12 @@ def _num_groups(records: Sequence[Record], names: Sequence[str]) -> int:
 
 
 def value_of(record: Record, name: str) -> Any:
-    """Return a setting, or the commit, which a label treats as one; None when it has none."""
+    """Return a setting, or what a label treats as one: the commit, the machine, a version.
+
+    None when the point has none.
+    """
+    if name in ENVIRONMENT_NAMES:
+        return environment_of(record.machine, record.device)[name] or None
     return record.commit if name == "commit" else record.settings.get(name)
 
 

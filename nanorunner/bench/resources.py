@@ -26,6 +26,7 @@ class PassResources(NamedTuple):
 
     values: dict[str, float]
     samples: dict[str, int]
+    gaps: dict[str, str]  # what could not be had -> why, as counters["not_counted"] says it
 
 
 class ResourceMeter:
@@ -53,16 +54,18 @@ class ResourceMeter:
             self._gpus.stop()
 
     def read(self) -> PassResources:
-        """Return what was measured; RuntimeError when the GPUs could not be sampled."""
+        """Return what was measured, and by name what could not be."""
         values = {"cpu_cores": self._cpu_s / self._seconds}
         samples = {"cpu_cores": 1}
         if self._gpus is not None:
-            busy, used = self._gpus.read()
+            busy, used, problem = self._gpus.read()
+            if problem:  # a part of the pass would pass for the whole
+                return PassResources(values, samples, {"GPU use": problem})
             if busy:
                 values["gpu_busy_percent"] = sum(busy) / len(busy)
                 values["gpu_memory_used_gib"] = max(used) / GIB
                 samples |= {"gpu_busy_percent": len(busy), "gpu_memory_used_gib": len(used)}
-        return PassResources(values, samples)
+        return PassResources(values, samples, {})
 
 
 def has_nvml() -> bool:
@@ -97,17 +100,20 @@ class _GpuSampler(threading.Thread):
                 for index in range(self._num_gpus):
                     self._busy.append(torch.cuda.utilization(index))
                     self._used.append(torch.cuda.device_memory_used(index))
-        except Exception as error:  # a thread has nobody to raise it to; read() does
+        except Exception as error:  # a thread has nobody to raise it to; read() says it
             self._error = error
 
     def stop(self) -> None:
         self._over.set()
         self.join(STOP_WAIT_S)
 
-    def read(self) -> tuple[list[float], list[float]]:
+    def read(self) -> tuple[list[float], list[float], str]:
+        """Return use in percent, memory in bytes, and what went wrong, "" for nothing."""
         if self._error is not None:
-            raise RuntimeError(f"NVML could not be read: {self._error}") from self._error
-        return self._busy, self._used
+            return [], [], f"NVML could not be read: {self._error}"
+        if self.is_alive():
+            return [], [], f"NVML gave no answer within {STOP_WAIT_S:g} s"
+        return self._busy, self._used, ""
 
 
 def _cpu_seconds() -> float:

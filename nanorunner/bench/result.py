@@ -54,6 +54,7 @@ from __future__ import annotations
 import json
 import os
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,20 @@ def summarise(
                 "repeats": len(values),
             }
     return summary
+
+
+def check_writable(path: Path | None) -> None:
+    """Make the folder of a result's file; OSError when no file can be written there."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path}: is a folder; name a file in it")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass  # there is room for a name; the file has gone already
+    except OSError as error:
+        raise OSError(f"{path}: cannot be written: {error.strerror or error}") from error
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:

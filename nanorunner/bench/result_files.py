@@ -26,6 +26,8 @@ from nanorunner.workers.model_config import Llama3Rope, ModelConfig
 
 # a flag's second name -> what a setting is called in a figure
 ONE_NAME = {"batch_size": "batch"}
+# What read_result() raises for an object that is no result, however it is wrong.
+NOT_A_RESULT = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass
@@ -49,8 +51,8 @@ def read_folder(folder: Path) -> Found:
     for path in sorted(folder.glob("*.json")):
         try:
             found.records += read_result(json.loads(path.read_text(encoding="utf-8")), path.name)
-        except (ValueError, KeyError, TypeError) as error:
-            found.skipped[path.name] = _reason(error)
+        except NOT_A_RESULT as error:
+            found.skipped[path.name] = reason(error)
     found.records = together(found.records)
     return found
 
@@ -70,11 +72,12 @@ def _read_rows(rows: list[Row], found: Found) -> None:
             continue
         try:
             found.records += read_result(row["result"], FILE_NAME, row["settings"], row["varied"])
-        except (ValueError, KeyError, TypeError) as error:
-            found.skipped[f"row {row['key']}"] = _reason(error)
+        except NOT_A_RESULT as error:
+            found.skipped[f"row {row['key']}"] = reason(error)
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """Return why an object is no result, for one of NOT_A_RESULT."""
     return f"has no {error}" if isinstance(error, KeyError) else str(error)
 
 
@@ -86,8 +89,8 @@ def read_result(
 ) -> list[Record]:
     """Return the records of one result object.
 
-    asked, varied: the settings of its point and those that its sweep varied. Raises ValueError for
-    an object of another kind, KeyError for one that lacks what its kind has.
+    asked, varied: the settings of its point and those that its sweep varied. Raises NOT_A_RESULT:
+    ValueError for an object of another kind, KeyError for one that lacks what its kind has.
     """
     if not isinstance(result, dict):
         raise ValueError("is no result of a benchmark")
@@ -199,7 +202,7 @@ def _old_record(result: dict[str, Any], name: str, source: str) -> Record:
     settings = {
         **{key: value for key, value in config.items() if _is_plain(value)},
         "model": result["model"],
-        **({"workload": name} if shape is None else {"batch": shape.batch}),
+        **({"workload": name} if shape is None else shape._asdict()),
     }
     return Record(
         source=source,

@@ -34,6 +34,7 @@ from nanorunner.bench.result import (
     INCLUDES,
     NUM_ERRORS_SHOWN,
     SCHEMA,
+    check_writable,
     last_line,
     summarise,
     table,
@@ -63,6 +64,7 @@ class Measured(NamedTuple):
     record: PassRecord
     values: dict[str, float]
     samples: dict[str, int]
+    gaps: dict[str, str]  # what could not be measured -> why
 
 
 def run_benchmark(
@@ -76,6 +78,7 @@ def run_benchmark(
         config = make_config({**DEFAULTS, **engine_settings(args)})
         params = sampling_params(args)
         check_params(config.runner, params)
+        check_writable(args.out)
         _check_limits(args, config)
         resolved = resolve(config)
         job = make_job(resolved)
@@ -105,9 +108,12 @@ def run_benchmark(
     }
     result = head | result | {"start_up_s": start_up_s}
     print(table(result))
-    if args.out is not None:
-        write_result(args.out, result)
-    print(last_line(result), flush=True)
+    print(last_line(result), flush=True)  # before the file: a full disk must not lose it
+    try:
+        if args.out is not None:
+            write_result(args.out, result)
+    except OSError as error:
+        return _report(error, REQUEST_FAILED)
     return REQUEST_FAILED if result["counters"]["failed"] else OK
 
 
@@ -146,8 +152,7 @@ def _measure(llm: LLM, job: Job, params: SamplingParams, args: Namespace) -> dic
     max_idle_s = getattr(args, "max_idle", 0.0)
 
     def serve(pass_number: int) -> PassRecord:
-        # with a prefix cache each pass must bring ids that the cache has not seen
-        requests = job.requests(params, pass_number if config.prefix_cache else 0)
+        requests = job.pass_requests(params, pass_number, prefix_cache=config.prefix_cache)
         clock = Clock(max_idle_s)
         record = run_pass(engine, requests, job.arrivals, clock, args.time_limit)
         _check_counts(record, requests)
@@ -167,7 +172,8 @@ def _measure(llm: LLM, job: Job, params: SamplingParams, args: Namespace) -> dic
             record.requests, record.duration_s, tp=config.tp, slo_ms=args.slo
         )
         used = meter.read()
-        measured.append(Measured(record, values | used.values, samples | used.samples))
+        values, samples = values | used.values, samples | used.samples
+        measured.append(Measured(record, values, samples, used.gaps))
         logger.info("repeat %d of %d: %.2f s", number + 1, args.repeat, record.duration_s)
     end_ns = time.perf_counter_ns()
     passes = [one.record.requests for one in measured]
@@ -178,6 +184,8 @@ def _measure(llm: LLM, job: Job, params: SamplingParams, args: Namespace) -> dic
         skipped_idle_s=sum(one.record.skipped_idle_s for one in measured),
         num_gpus=num_gpus,
     )
+    for one in measured:
+        counted["not_counted"] |= one.gaps
     digests = [_digest(one.record) for one in measured]
     repeats, all_samples = [one.values for one in measured], [one.samples for one in measured]
     result: dict[str, Any] = {
@@ -202,9 +210,12 @@ def _measure(llm: LLM, job: Job, params: SamplingParams, args: Namespace) -> dic
         device = gpus[0] if config.device == "cuda" else ""
         limits = limits_of(device, config.dtype, args.bandwidth, args.tflops)
         spans = engine.spans()[0]
-        result["steps"] = measured_steps(
-            spans, llm.resolved.runner_config, limits, begin_ns, end_ns
-        )
+        try:
+            result["steps"] = measured_steps(
+                spans, llm.resolved.runner_config, limits, begin_ns, end_ns
+            )
+        except ValueError as error:  # the figures of the passes are good without it
+            counted["not_counted"]["step times"] = str(error)
     if args.keep_ids:
         result["output_ids"] = [record.token_ids for record in passes[0]]
     return result

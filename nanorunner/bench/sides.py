@@ -17,9 +17,18 @@ import yaml
 from nanorunner.bench.points import Settings, flags_of
 from nanorunner.config import CHOICES
 from nanorunner.did_you_mean import did_you_mean
+from nanorunner.sampling_params import SamplingParams
 
 RUNNERS = CHOICES["runner"]
 PEERS = {"vllm": "vllm", "hf": "transformers"}  # name -> the package that it needs
+# What a peer is not given: it may mean another thing there, or be no part of its generate.
+OURS_ALONE = (
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "logprobs",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +72,17 @@ def parse_sides(texts: Sequence[str]) -> list[Side]:
     if sides[0].is_peer:
         raise ValueError(f"side {sides[0].label!r}: the first one is what others are measured by")
     return sides
+
+
+def check_peer_sampling(name: str, params: SamplingParams) -> None:
+    """Raise ValueError, naming the flag, for a way of sampling that a peer would not get."""
+    plain = SamplingParams()
+    for field in OURS_ALONE:
+        if getattr(params, field) != getattr(plain, field):
+            raise ValueError(
+                f"--{field.replace('_', '-')} {getattr(params, field)}: side {name} is not given "
+                f"it; leave out the flag, or the side"
+            )
 
 
 def _parse(text: str) -> Side:

@@ -5,8 +5,8 @@
 
 A row is written when its run has ended, good or not: a failed point is a row with its error, and
 the sweep goes on. --resume skips the good rows that are there and runs failed ones again. A row's
-key holds command, settings, repeat, commit and a hash of the source, so that changed code never
-passes for measured.
+key holds command, settings, repeat, commit, a hash of the source, devices and the versions of torch
+and triton, so that changed code, or another machine's figures, never pass for measured here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -24,6 +25,7 @@ from typing import Any, NoReturn
 
 from nanorunner.bench.cli import MEASURING, module_of
 from nanorunner.bench.code_version import code_version
+from nanorunner.bench.environment import Environment, changes, environment
 from nanorunner.bench.fresh_process import Outcome, run_fresh
 from nanorunner.bench.journal import Journal, Row, latest
 from nanorunner.bench.points import (
@@ -35,7 +37,7 @@ from nanorunner.bench.points import (
     runs_of,
 )
 from nanorunner.bench.progress import Progress
-from nanorunner.bench.result_files import records_of
+from nanorunner.bench.result_files import NOT_A_RESULT, read_result, reason, records_of
 from nanorunner.bench.tables import points_table
 from nanorunner.config import make_config
 from nanorunner.did_you_mean import did_you_mean
@@ -77,20 +79,26 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
             known = check_points(sweep)
         except ValueError as error:
             raise ValueError(f"sweep {sweep.name}: {error}") from None
-        runs = runs_of(sweep, code_version(), known)
+        origin = {"code": code_version(), **environment()}
+        runs = runs_of(sweep, json.dumps(origin), known)
         if args.dry_run:
             return _dry_run(sweep, runs, args.out)
-        with Journal(args.out) as journal:
-            if journal.rows and not args.resume:
-                raise ValueError(
-                    f"{args.out} holds {len(journal.rows)} row(s) already; add --resume to go on "
-                    f"with them, or give a new folder"
-                )
-            return _run_all(sweep, runs, journal, args.out)
+        journal = Journal(args.out)
     except BlockingIOError:
         return _refuse(f"{args.out}: another sweep is writing there; give another folder")
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return _refuse(str(error))
+    with journal:
+        if journal.rows and not args.resume:
+            return _refuse(
+                f"{args.out} holds {len(journal.rows)} row(s) already; add --resume to go on "
+                f"with them, or give a new folder"
+            )
+        try:
+            return _run_all(sweep, runs, journal, args.out, origin)
+        except OSError as error:  # a full disk: each row before is whole
+            _say(f"{error}; the rows so far are in {journal.path}")
+            return REQUEST_FAILED
 
 
 def check_points(sweep: Sweep) -> list[str] | None:
@@ -107,7 +115,12 @@ def check_points(sweep: Sweep) -> list[str] | None:
     flags = parser.long_flags()
     for run in runs_of(replace(sweep, repeat=1), "", flags):
         try:
-            make_config(engine_settings(parser.parse([*run.flags])))
+            config = make_config(engine_settings(parser.parse([*run.flags])))
+            if config.trace is not None:
+                raise ValueError(
+                    f"trace {config.trace}: every process would write there; use it with "
+                    f"`bench {sweep.command}`"
+                )
         except ValueError as error:
             point = {name: run.settings[name] for name in sweep.varied if name in run.settings}
             raise ValueError(f"point {point or run.settings}: {error}") from None
@@ -141,9 +154,14 @@ def _dry_run(sweep: Sweep, runs: Sequence[Run], folder: Path) -> int:
     return OK
 
 
-def _run_all(sweep: Sweep, runs: Sequence[Run], journal: Journal, folder: Path) -> int:
+def _run_all(
+    sweep: Sweep, runs: Sequence[Run], journal: Journal, folder: Path, origin: Environment
+) -> int:
+    (folder / "logs").mkdir(exist_ok=True)
     if journal.num_torn_bytes:
         _say(f"cut a torn line of {journal.num_torn_bytes} bytes from {journal.path}")
+    for line in other_origins(journal.rows, runs, origin):
+        _say(line)
     good = {key for key, row in latest(journal.rows).items() if row["status"] == "ok"}
     todo = [run for run in runs if run.key not in good]
     num_there = len(runs) - len(todo)
@@ -155,7 +173,7 @@ def _run_all(sweep: Sweep, runs: Sequence[Run], journal: Journal, folder: Path) 
     try:
         with Progress(len(todo), sweep.name) as progress:
             for run in todo:
-                row = _measure(sweep, run, folder, progress)
+                row = _measure(sweep, run, folder, progress) | {"origin": origin}
                 journal.append(row)
                 progress.done(row)
     except KeyboardInterrupt:
@@ -164,10 +182,22 @@ def _run_all(sweep: Sweep, runs: Sequence[Run], journal: Journal, folder: Path) 
     return _report(sweep, runs, journal, folder, num_there, time.monotonic() - start)
 
 
+def other_origins(rows: Sequence[Row], runs: Sequence[Run], origin: Environment) -> list[str]:
+    """Return a line for each other code or machine that rows of these runs are from."""
+    asked = {run.key for run in runs}
+    points = [run.settings for run in runs]
+    counts: Counter[str] = Counter()
+    for row in rows:
+        if row["key"] not in asked and row.get("settings") in points:
+            counts[changes(row.get("origin", {}), origin)] += 1
+    del counts[""]  # repeats beyond those that are asked for
+    what = "row(s) there are another origin's, and measured anew"
+    return [f"{count} {what}: {change}" for change, count in counts.items()]
+
+
 def _measure(sweep: Sweep, run: Run, folder: Path, progress: Progress) -> Row:
     """Return the row of one run, whatever becomes of it."""
     logs = folder / "logs"
-    logs.mkdir(exist_ok=True)
     log, result_file = logs / f"{run.key}.log", logs / f"{run.key}.json"
     result_file.unlink(missing_ok=True)  # of a run that was killed: it is not this one's
     command = _command(sweep, run, folder)
@@ -204,9 +234,12 @@ def _result(outcome: Outcome, path: Path, timeout_s: float) -> tuple[Any, str]:
     if outcome.exit_code != OK:
         return None, f"exit code {outcome.exit_code}"
     try:
-        return json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant), ""
-    except (OSError, ValueError) as error:
-        return None, f"exit code 0, but no result: {error}"
+        result = json.loads(path.read_text(encoding="utf-8"), parse_constant=_refuse_constant)
+        if not read_result(result, path.name):
+            raise ValueError("it holds no measurement")
+    except (OSError, *NOT_A_RESULT) as error:
+        return None, f"exit code 0, but no result: {reason(error)}"
+    return result, ""
 
 
 def _refuse_constant(name: str) -> NoReturn:

@@ -1,6 +1,7 @@
 """What a comparison may conclude: ratios and their spread, equal outputs, fair terms, fall-backs.
 
-All functions take results in result.py's form; sides are compared with the first one.
+All functions take results in result.py's form; sides are compared with the first one, and every
+round counts.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ FAIR = (
 # What differs in any run and says nothing.
 NO_DIFFERENCE = ("runner", "engine", "step_timeout_s", "start_timeout_s")
 
+# Of two equal sides all N rounds fall on one side of 1 with 2 x 0.5^N: 25 % at 3, 3 % at 6.
+MIN_ROUNDS_OF_A_VERDICT = 6
+
 
 class Ratio(NamedTuple):
     """A metric of a side over the first side's, round by round."""
@@ -40,13 +44,14 @@ class Ratio(NamedTuple):
     median: float
     low: float
     high: float
-    verdict: str  # better | worse | no clear difference | one round
+    verdict: str  # better | worse | higher, lower in all N rounds | no clear difference | one round
 
 
 def ratios(first: Sequence[Result], other: Sequence[Result]) -> dict[str, Ratio]:
     """Return the ratio of every metric that both have, other / first, each round with its own.
 
-    A verdict needs every round on one side of 1.
+    A verdict needs every round on one side of 1, and MIN_ROUNDS_OF_A_VERDICT of them; of fewer it
+    is said which side they lie on.
     """
     found: dict[str, Ratio] = {}
     for name, metric in METRICS.items():
@@ -61,7 +66,9 @@ def ratios(first: Sequence[Result], other: Sequence[Result]) -> dict[str, Ratio]
         low, high = min(values), max(values)
         verdict = "no clear difference" if len(values) > 1 else "one round"
         if len(values) > 1 and (low > 1 or high < 1):
-            verdict = "better" if (high < 1) == metric.is_better_low else "worse"
+            verdict = f"{'lower' if high < 1 else 'higher'} in all {len(values)} rounds"
+            if len(values) >= MIN_ROUNDS_OF_A_VERDICT:
+                verdict = "better" if (high < 1) == metric.is_better_low else "worse"
         found[name] = Ratio(statistics.median(values), low, high, verdict)
     return found
 
@@ -125,26 +132,39 @@ def fell_back(result: Result, asked: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def differences(results: Mapping[str, Result]) -> dict[str, dict[str, Any]]:
+def differences(results: Mapping[str, Sequence[Result]]) -> dict[str, dict[str, Any]]:
     """Return the settings and versions that differ between sides: name -> side -> value.
 
-    A side that has no such setting says nothing about it; absent() lists those.
+    results: those of every round, by side. One that differs between a side's own rounds is in, with
+    {"by_round": [values]}. A side that has no such setting says nothing about it; absent() lists
+    those.
     """
-    table: dict[str, dict[str, Any]] = {}
-    for side, result in results.items():
-        for name, value in _terms(result).items():
-            table.setdefault(name, {})[side] = value
-    return {
-        name: values
-        for name, values in table.items()
-        if any(value != next(iter(values.values())) for value in values.values())
-    }
+    table: dict[str, dict[str, list[Any]]] = {}
+    for side, rounds in results.items():
+        for result in rounds:
+            for name, value in _terms(result).items():
+                table.setdefault(name, {}).setdefault(side, []).append(value)
+    found = {}
+    for name, values in table.items():
+        first = next(iter(values.values()))[0]
+        if any(value != first for its in values.values() for value in its):
+            found[name] = {side: _one_or_by_round(its) for side, its in values.items()}
+    return found
 
 
-def absent(results: Mapping[str, Result]) -> dict[str, list[str]]:
+def _one_or_by_round(values: list[Any]) -> Any:
+    return values[0] if all(each == values[0] for each in values) else {"by_round": values}
+
+
+def absent(results: Mapping[str, Sequence[Result]]) -> dict[str, list[str]]:
     """Return the settings that others have and a side does not, by side; one with all is out."""
-    terms = {side: _terms(result) for side, result in results.items()}
-    names = dict.fromkeys(name for values in terms.values() for name in values)
+    terms = {
+        side: {name for result in rounds for name in _terms(result)}
+        for side, rounds in results.items()
+    }
+    names = dict.fromkeys(
+        name for rounds in results.values() for result in rounds for name in _terms(result)
+    )
     missing = {
         side: [name for name in names if name not in values] for side, values in terms.items()
     }

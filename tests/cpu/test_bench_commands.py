@@ -127,6 +127,33 @@ def test_a_request_that_the_engine_ends_early_is_a_failure_that_counts_in_no_fig
     assert "error: the next token needs 3 KV blocks" in result["errors"][0]
 
 
+def test_a_file_that_cannot_be_written_at_the_end_loses_no_result(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def fail(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", fail)
+    words = ["latency", "--input-len", "3", "--output-len", "2", "--repeat", "1", "--warm-up", "0"]
+    assert main([*words, *TOY, "--out", str(tmp_path / "x.json")]) == 1
+    printed = capsys.readouterr()
+    assert "No space left" in printed.err
+    assert json.loads(printed.out.splitlines()[-1])["metrics"]["duration_s"]["median"] > 0
+
+
+def test_steps_that_were_not_recorded_are_a_gap_and_lose_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ValueError("no step was recorded")
+
+    monkeypatch.setattr("nanorunner.bench.session.measured_steps", fail)
+    flags = ["--input-len", "3", "--output-len", "2", "--repeat", "1", "--warm-up", "0"]
+    result = measure(capsys, "latency", *flags, "--step-times")
+    assert result["counters"]["not_counted"] == {"step times": "no step was recorded"}
+    assert "steps" not in result
+
+
 @pytest.mark.parametrize(
     ("words", "refusal"),
     [
@@ -146,6 +173,7 @@ def test_a_request_that_the_engine_ends_early_is_a_failure_that_counts_in_no_fig
         (["latency", "--repeats", "3"], "unknown flag --repeats; did you mean --repeat?"),
         (["latency", "--runner", "v1", "--logprobs", "2"], "logprobs"),
         (["latency", "spam"], "unexpected 'spam'"),
+        (["latency", "--out", f"{__file__}/x.json"], "x.json: cannot be written"),
     ],
 )
 def test_what_cannot_be_measured_is_refused_in_one_line_before_a_start(

@@ -12,7 +12,7 @@ import pytest
 
 from nanorunner.bench.arrivals import all_at_once
 from nanorunner.bench.cli import main, parser_of
-from nanorunner.bench.driver import Clock, Request, run_pass
+from nanorunner.bench.driver import Clock, PassRecord, Request, run_pass
 from nanorunner.bench.job import set_job
 from nanorunner.bench.measuring_flags import sampling_params
 from nanorunner.bench.peer import measure
@@ -53,6 +53,8 @@ def test_transformers_makes_the_ids_of_nanorunner_also_from_padded_batches(tmp_p
     )
     job = set_job(args, resolved)
     assert len({len(prompt) for prompt in job.workload.prompts}) == 3  # so something is padded
+    # what a model's file asks generate() for is not what our side was asked for
+    (folder / "generation_config.json").write_text('{"repetition_penalty": 9.0, "eos_token_id": 1}')
     engine = HfEngine(resolved, str(folder))  # batches of 2: one of two, one of one
     result = measure(engine.serve, job, resolved, args)
     with LLM(str(folder), **settings) as llm:
@@ -66,6 +68,29 @@ def test_transformers_makes_the_ids_of_nanorunner_also_from_padded_batches(tmp_p
     metrics = result["repeats"][0]
     assert 0 < metrics["ttft_ms_p50"] <= metrics["e2e_ms_p50"] <= metrics["duration_s"] * 1000
     assert result["workload"]["digest"] == job.describe(sampling_params(args))["digest"]
+
+
+@pytest.mark.parametrize("prefix_cache", [True, False])
+def test_a_peer_with_a_prefix_cache_gets_new_ids_each_pass_as_our_sides_do(
+    prefix_cache: bool,
+) -> None:
+    toy = {"model": "tiny-qwen3", "load_format": "dummy", "device": "cpu"}
+    resolved = resolve(make_config({**toy, "prefix_cache": prefix_cache}))
+    words = "--workload fixed --num-requests 2 --input-len 5 --output-len 1 --repeat 2 --warm-up 1"
+    args = parser_of("throughput").parse(words.split())
+    job = set_job(args, resolved)
+    _, engine = make_vllm()
+    passes: list[list[list[int]]] = []
+
+    def serve(requests: Sequence[Request], time_limit_s: float) -> PassRecord:
+        passes.append([request.prompt_ids for request in requests])
+        return run_pass(engine, requests, all_at_once(2), Clock(0.0), time_limit_s)
+
+    measure(serve, job, resolved, args)
+    params = sampling_params(args)
+    numbers = (0, 1, 2) if prefix_cache else (0, 0, 0)
+    assert passes == [[r.prompt_ids for r in job.requests(params, number)] for number in numbers]
+    assert (passes[0] == passes[1]) is not prefix_cache
 
 
 class SmallVllm:

@@ -7,6 +7,8 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from nanorunner.bench.counters import Reading, count
 from nanorunner.bench.metrics import RequestRecord
 from nanorunner.bench.resources import ResourceMeter, host_peak_gib
@@ -55,6 +57,19 @@ def test_the_meter_sees_a_busy_core_and_an_idle_one() -> None:
         time.sleep(0.2)
     assert meter.read().values["cpu_cores"] < 0.5 * busy
     assert host_peak_gib() > 0.01
+
+
+def test_gpus_that_cannot_be_read_are_a_gap_and_lose_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # on a machine without a GPU each reading fails, as it does where the driver is broken
+    monkeypatch.setattr("nanorunner.bench.resources.has_nvml", lambda: True)
+    monkeypatch.setattr("nanorunner.bench.resources.SAMPLE_EVERY_S", 0.01)
+    with ResourceMeter(num_gpus=99) as meter:
+        time.sleep(0.1)
+    used = meter.read()
+    assert list(used.values) == ["cpu_cores"]
+    assert used.gaps["GPU use"].startswith("NVML could not be read: ")
 
 
 def test_a_result_file_is_replaced_whole_and_leaves_no_draft(tmp_path: Path) -> None:

@@ -12,10 +12,13 @@ import pytest
 import yaml
 from headless_chromium import Chromium
 
+from nanorunner.bench.bounds import Limits
 from nanorunner.bench.cli import main
-from nanorunner.bench.figures import draw_all
+from nanorunner.bench.figures import draw_all, limit_curves, limit_tokens_per_s
 from nanorunner.bench.journal import FILE_NAME, read_rows
-from nanorunner.bench.records import Record, Values
+from nanorunner.bench.records import Record, Shape, Values, telling_names
+from nanorunner.presets import load_preset
+from nanorunner.workers.architectures import parse
 
 ROOT = Path(__file__).parents[2]
 TOY = {
@@ -130,6 +133,46 @@ def test_other_settings_and_step_times_get_figures_of_their_own() -> None:
         "runner",
     }
     assert "time to first token" in drawings[1].caption
+
+
+def test_each_output_length_has_a_limit_of_its_own() -> None:
+    model = parse(load_preset("tiny-qwen3"))
+
+    def record(batch: int, output_len: int) -> Record:
+        return Record(
+            source="x",
+            kind="latency",
+            settings={"batch": batch, "output_len": output_len, "dtype": "float32"},
+            varied=("batch", "output_len"),
+            metrics={"output_tokens_per_s": Values(values=(1.0,), unit="tokens/s")},
+            machine={},
+            commit="abc",
+            shape=Shape(batch, 64, output_len),
+            model=model,
+        )
+
+    records = [record(batch, length) for length in (1, 128) for batch in (1, 8)]
+    limits = Limits(1e9, None, "as given")
+    names = [name for name in telling_names(records) if name != "batch"]
+    curves, sources = limit_curves(records, names, lambda record: limits)
+    assert sources == {"as given"}
+    expected = [limit_tokens_per_s(each, limits) for each in records]
+    assert list(curves.values()) == [
+        [(1, expected[0]), (8, expected[1])],
+        [(1, expected[2]), (8, expected[3])],
+    ]
+
+
+def test_a_folder_that_cannot_be_written_is_refused_in_one_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copy(folder / FILE_NAME, tmp_path)
+    (tmp_path / "report.html").mkdir()  # in the way; root may write in any folder
+    assert main(["plot", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert "report.html: is a folder" in printed.err
+    assert printed.out == ""
+    assert not list(tmp_path.glob("*.png"))
 
 
 def test_without_matplotlib_one_line_says_what_to_install(

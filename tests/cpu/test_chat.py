@@ -98,6 +98,15 @@ class Terminal:
         before, _, self.seen = self.seen.partition(text)
         return before
 
+    def wait_for_an_answer(self, question: str) -> None:
+        """Return once something has come behind the echo of `question`; fail after WAIT_S."""
+        self.wait_for(question)
+        deadline = time.monotonic() + WAIT_S
+        while not self.seen.strip():
+            ready, _, _ = select.select([self.side], [], [], deadline - time.monotonic())
+            assert ready, f"no answer to {question!r}"
+            self.seen += os.read(self.side, 4096).decode(errors="replace")
+
     def type(self, text: str) -> None:
         os.write(self.side, text.encode())
 
@@ -125,7 +134,7 @@ def test_ctrl_c_stops_the_answer_and_twice_leaves_with_130(folder: Path) -> None
     terminal = Terminal(folder, "--tp", "2", "--max-tokens", "900", "--raw")
     terminal.wait_for("> ")
     terminal.type("hello\n")
-    time.sleep(0.5)
+    terminal.wait_for_an_answer("hello")
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("stopped; Ctrl-C again")
     time.sleep(2.1)  # past the time in which a second one means "leave"

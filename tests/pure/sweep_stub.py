@@ -1,6 +1,6 @@
 """A measuring program for tests of `bench sweep`: quick, or wrong in one of the ways a real one is.
 
-python sweep_stub.py --value 3 [--mode fail | hang | silent | nan] [--pids FOLDER] --out FILE
+python sweep_stub.py --value 3 [--mode fail | hang | silent | nan | empty] [--pids DIR] --out FILE
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def main() -> None:
         sys.exit(3)
     if args.mode != "silent":
         value = float("nan") if args.mode == "nan" else args.value
-        args.out.write_text(json.dumps(result(value)))
+        args.out.write_text(json.dumps({} if args.mode == "empty" else result(value)))
 
 
 if __name__ == "__main__":

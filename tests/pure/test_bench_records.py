@@ -62,15 +62,40 @@ def test_repeats_of_a_point_are_one_record_with_every_value(tmp_path: Path) -> N
     assert points_table(found.records).splitlines()[2].split()[:3] == ["4", "3", "20"]
 
 
+def test_rows_of_another_machine_or_version_are_points_of_their_own(tmp_path: Path) -> None:
+    machines: list[dict[str, Any]] = [
+        {"gpus": [], "cpu": "a", "versions": {"torch": "2.9", "triton": "3.5"}},
+        {"gpus": [], "cpu": "b", "versions": {"torch": "2.9", "triton": "3.5"}},
+        {"gpus": [], "cpu": "a", "versions": {"torch": "2.8", "triton": "3.5"}},
+        {"gpus": [], "cpu": "a", "versions": {"torch": "2.9", "triton": "3.4"}},
+    ]
+    with Journal(tmp_path) as journal:
+        for repeat, machine in enumerate([*machines, machines[0]]):
+            its = row(0, repeat, 10.0 + repeat)
+            journal.append({**its, "result": {**its["result"], "machine": machine}})
+    found = read_folder(tmp_path).records
+    assert [each.metrics["output_tokens_per_s"].values for each in found] == [
+        (10, 14),
+        (11,),
+        (12,),
+        (13,),
+    ]
+    names = telling_names(found)
+    assert names == ["cpu", "torch", "triton"]
+    assert len({label(each, names) for each in found}) == 4
+
+
 def test_every_file_of_a_folder_is_read_or_skipped_by_name(tmp_path: Path) -> None:
     (tmp_path / "good.json").write_text(json.dumps(result(5.0)))
     (tmp_path / "other.json").write_text('{"rows": []}')
     (tmp_path / "torn.json").write_text('{"kind": ')
     (tmp_path / "short.json").write_text('{"kind": "load", "config": {}}')
+    (tmp_path / "wrong.json").write_text('{"kind": "load", "config": 1, "workload": 1}')
     (tmp_path / "rows.jsonl").write_text('{"key": ')
     found = read_folder(tmp_path)
     assert [each.source for each in found.records] == ["good.json"]
-    assert set(found.skipped) == {"other.json", "torn.json", "short.json", "rows.jsonl"}
+    bad = {"other.json", "torn.json", "short.json", "wrong.json", "rows.jsonl"}
+    assert set(found.skipped) == bad
     assert "no result" in found.skipped["other.json"]
     assert "workload" in found.skipped["short.json"]
     assert "torn" in found.skipped["rows.jsonl"]
@@ -91,7 +116,8 @@ def test_the_older_files_of_bench_engine_are_points_too() -> None:
     medians = sorted(each.metrics["output_tokens_per_s"].median for each in old)
     assert medians == pytest.approx(sorted(rates.values()), rel=1e-3)
     names = telling_names(old)
-    assert names == ["model", "tp", "runner", "workload", "batch"]
+    # two loads of a file are batches of 64, of other lengths
+    assert names == ["model", "tp", "runner", "workload", "batch", "input_len"]
     assert len({label(each, names) for each in old}) == len(old)
     assert {each.device for each in old} == {"NVIDIA H200"}
     assert "tune-few-rows.json" in found.skipped

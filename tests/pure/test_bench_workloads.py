@@ -144,3 +144,11 @@ def test_a_trace_without_a_time_and_a_file_without_a_line_are_refused(tmp_path: 
         read_prompt_file(write(tmp_path), 1, is_trace=False)
     with pytest.raises(ValueError, match="No such file"):
         read_prompt_file(tmp_path / "none", 1, is_trace=False)
+
+
+def test_a_line_ends_at_its_newline_alone(tmp_path: Path) -> None:
+    path = tmp_path / "prompts.jsonl"
+    texts = ["a\u2028b\u0085c", "d"]  # ends of lines for Python, plain characters in JSON
+    lines = [json.dumps({"prompt": text}, ensure_ascii=False) for text in texts]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    assert [line.text for line in read_prompt_file(path, 4, is_trace=False)] == texts

@@ -46,7 +46,7 @@ def result(value: float, tpot_ms: float = 1.0, **config: Any) -> dict[str, Any]:
 
 
 def test_a_planted_slow_down_is_found_and_noise_is_not() -> None:
-    noise = (1.0, 1.02, 0.99)
+    noise = (1.0, 1.02, 0.99, 1.01, 0.98, 1.0)
     first = [result(100 * each, 5 * each) for each in noise]
     slower = [result(100 / 1.2 * each, 5 * 1.2 * each) for each in reversed(noise)]
     found = ratios(first, slower)
@@ -54,8 +54,12 @@ def test_a_planted_slow_down_is_found_and_noise_is_not() -> None:
     assert found["output_tokens_per_s"].median == pytest.approx(1 / 1.2, rel=0.05)
     assert found["tpot_ms_p50"].verdict == "worse"  # a latency: more is worse
     assert ratios(slower, first)["tpot_ms_p50"].verdict == "better"
-    same = [result(100 * each) for each in (1.02, 0.99, 1.0)]
+    same = [result(100 * each) for each in (1.02, 0.99, 1.0, 1.0, 1.0, 0.99)]
     assert ratios(first, same)["output_tokens_per_s"].verdict == "no clear difference"
+    # of three rounds all lie on one side in a quarter of the comparisons of equals
+    few = ratios(first[:3], slower[:3])
+    assert few["output_tokens_per_s"].verdict == "lower in all 3 rounds"
+    assert few["tpot_ms_p50"].verdict == "higher in all 3 rounds"
     alone = ratios(first[:1], slower[:1])["output_tokens_per_s"]
     assert alone.verdict == "one round"  # which shows no spread
 
@@ -89,8 +93,8 @@ def test_a_fall_back_is_named() -> None:
 
 def test_differences_are_listed_and_only_decisive_ones_are_unfair() -> None:
     results = {
-        "v1": result(1.0, async_depth=1, max_num_seqs=8),
-        "v2": result(1.0, async_depth=2, max_num_seqs=16),
+        "v1": [result(1.0, async_depth=1, max_num_seqs=8)],
+        "v2": [result(1.0, async_depth=2, max_num_seqs=16)],
     }
     found = differences(results)
     assert found == {
@@ -99,9 +103,9 @@ def test_differences_are_listed_and_only_decisive_ones_are_unfair() -> None:
     }
     assert unfair(found, []) == ["max_num_seqs"]
     assert unfair(found, ["max_num_seqs"]) == []  # the person asked for it
-    results["v2"]["workload"]["digest"] = "other"
+    results["v2"][0]["workload"]["digest"] = "other"
     assert unfair(differences(results), ["max_num_seqs"]) == ["workload"]
-    del results["v2"]["config"]["max_num_seqs"]  # as a peer that has no such setting
+    del results["v2"][0]["config"]["max_num_seqs"]  # as a peer that has no such setting
     assert set(differences(results)) == {"async_depth", "workload"}
     assert absent(results) == {"v2": ["max_num_seqs"]}
 
@@ -123,6 +127,39 @@ def test_a_conclusion_needs_equal_ids_in_float32_and_prints_the_share_in_16_bits
     assert loose["problems"] == []
     assert compare("bfloat16", 0.6)["problems"]
     assert all("output_ids" not in side["result"] for side in loose["sides"])
+
+
+def test_every_round_is_looked_at_not_the_first_alone() -> None:
+    sides = parse_sides(["v1", "v2"])
+    ours = [result(1.0), result(1.0)]
+    theirs = [result(1.0, runner="v2"), result(1.0, runner="v2", max_num_seqs=4)]
+    theirs[1]["output_ids"] = [[1, 2, 3], [4, 0, 6]]
+    theirs[1]["counters"]["graphs"]["dispatched"] = {"plain 4": 60, "eager": 40}
+    for its, number in ((ours, 8), (theirs, 8)):
+        its[0]["config"]["max_num_seqs"] = number
+    ours[1]["config"]["max_num_seqs"] = 8
+    measured = {"v1": Rounds(ours, ""), "v2": Rounds(theirs, "")}
+    found = conclude(sides, measured, {}, None)
+    assert found["differences"]["max_num_seqs"] == {"v1": 8, "v2": {"by_round": [8, 4]}}
+    assert (found["agreement"]["v2"]["share"], found["agreement"]["v2"]["round"]) == (0.5, 2)
+    assert found["problems"] == [
+        "v2 fell back in round 2: 30 of 90 decode steps ran eager",
+        "not the same on all sides: max_num_seqs",
+        "v2: the ids of 1 of 2 requests are the first side's in round 2; at least 100% must be",
+    ]
+
+
+def test_one_side_is_no_comparison(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main(["compare", "v1", "vllm", "hf"]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err == (
+        "nanorunner: compare v1 vllm hf: only v1 can run here (vllm is not installed, "
+        "transformers is not installed); install it, or name another side\n"
+    )
 
 
 def test_a_side_that_fails_is_a_problem_and_the_others_go_on(tmp_path: Path) -> None:
@@ -150,6 +187,14 @@ REFUSED = [
     (["v1", "v2:async_dept=1"], "unknown setting 'async_dept'"),
     (["v1", "v2", "--runner", "v2"], "--runner v2: name the runners as sides"),
     (["v1:async_depth=2", "v2"], "async_depth 2"),
+    (["v1", "v2", "--trace", "x"], "trace x: every process would write there"),
+    (["v1", "v2", "--out", f"{__file__}/x.json"], "x.json: cannot be written: File exists"),
+    (["v1", "v2", "--out", str(STUB.parent)], "is a folder"),
+    (["v1", "vllm", "--min-p", "0.1"], "--min-p 0.1: side vllm is not given it"),
+    (["v1", "hf", "--repetition-penalty", "1.1"], "--repetition-penalty 1.1: side hf"),
+    (["v1", "hf", "--presence-penalty", "1"], "--presence-penalty 1.0: side hf"),
+    (["v1", "hf", "--frequency-penalty", "1"], "--frequency-penalty 1.0: side hf"),
+    (["v1", "hf", "--logprobs", "1"], "--logprobs 1: side hf"),
 ]
 
 

@@ -103,28 +103,63 @@ def test_a_bad_point_is_a_row_with_its_error(
     spec = write_spec(
         tmp_path,
         base={"pids": str(pids)},
-        vary={"mode": ["good", "fail", "hang", "silent", "nan"]},
-        timeout_s=1,
+        vary={"mode": ["good", "fail", "silent", "nan", "empty"]},
     )
     assert main(words(spec, out)) == 1
     rows = {row["settings"]["mode"]: row for row in rows_of(out)}
     assert {mode: row["status"] for mode, row in rows.items()} == {
         "good": "ok",
         "fail": "failed",
-        "hang": "timeout",
         "silent": "failed",
         "nan": "failed",
+        "empty": "failed",
     }
     assert rows["fail"]["exit_code"] == 3
     assert rows["fail"]["error"] == ["exit code 3", "a first line", "ValueError: planted"]
-    assert rows["hang"]["error"][0] == "not done after 1 s: killed"
-    assert rows["hang"]["exit_code"] == -signal.SIGKILL
     assert "no result" in rows["silent"]["error"][0]
     assert "NaN" in rows["nan"]["error"][0]
+    assert "is no result of" in rows["empty"]["error"][0]
     assert "ValueError: planted" in capsys.readouterr().out
-    # the one that hung had a child: its whole group is gone
-    assert len(list(pids.iterdir())) == 6
+    assert len(list(pids.iterdir())) == 5
     assert not any(lives(int(each.name)) for each in pids.iterdir())
+
+
+def test_a_point_that_hangs_is_killed_with_its_whole_group(tmp_path: Path) -> None:
+    pids, out = tmp_path / "pids", tmp_path / "out"
+    pids.mkdir()
+    # long enough for a slow machine to start it: it hangs for a minute
+    spec = write_spec(tmp_path, base={"pids": str(pids), "mode": "hang"}, timeout_s=3)
+    assert main(words(spec, out)) == 1
+    (row,) = rows_of(out)
+    assert row["status"] == "timeout"
+    assert row["error"][0] == "not done after 3 s: killed"
+    assert row["exit_code"] == -signal.SIGKILL
+    assert len(list(pids.iterdir())) == 2  # it had a child
+    assert not any(lives(int(each.name)) for each in pids.iterdir())
+
+
+def test_rows_of_another_machine_are_named_and_measured_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, spec = tmp_path / "out", write_spec(tmp_path)
+    with monkeypatch.context() as there:
+        there.setattr("nanorunner.bench.sweep.environment", lambda: {"torch": "0.1"})
+        assert main(words(spec, out)) == 0
+    monkeypatch.setattr("nanorunner.bench.sweep.environment", lambda: {"torch": "0.2"})
+    capsys.readouterr()
+    assert main(words(spec, out, "--resume")) == 0
+    printed = capsys.readouterr()
+    assert "1 row(s) there are another origin's, and measured anew: torch 0.1 -> 0.2" in printed.err
+    assert json.loads(printed.out.splitlines()[-1])["there_before"] == 0
+    assert [row["origin"]["torch"] for row in rows_of(out)] == ["0.1", "0.2"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    spec = write_spec(tmp_path)
+    assert main(words(spec, spec / "out")) == 2  # below a file
+    assert "Not a directory" in capsys.readouterr().err
 
 
 def test_a_dry_run_prints_every_command_and_runs_nothing(
@@ -157,6 +192,7 @@ def test_a_setting_that_the_command_refuses_is_refused_before_the_first_point(
         "bath": ([1], "unknown setting 'bath'; did you mean batch?"),
         "batch": ([1, "two"], "point {'batch': 'two'}"),
         "runner": (["v1", "v3"], "point {'runner': 'v3'}: runner 'v3': use v1 or v2"),
+        "trace": (["a", "b"], "trace a: every process would write there"),
     }
     for name, (values, reason) in cases.items():
         spec = tmp_path / f"{name}.yaml"

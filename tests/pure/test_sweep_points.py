@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanorunner.bench.environment import changes, driver_version, environment, gpu_names
 from nanorunner.bench.points import (
     find_spec,
     flags_of,
@@ -89,6 +90,24 @@ def test_a_key_holds_whatever_decides_the_result() -> None:
         row_key(words, point, 0, "abd"),
     ]
     assert len({key, *others}) == 6
+
+
+def test_a_machine_is_known_by_its_gpus_and_versions(tmp_path: Path) -> None:
+    for number in (0, 1):
+        folder = tmp_path / "gpus" / f"0000:0{number}:00.0"
+        folder.mkdir(parents=True)
+        (folder / "information").write_text("Model: \t NVIDIA H200\nIRQ: 7\n")
+    words = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build"
+    (tmp_path / "version").write_text(f"{words}\nGCC version: gcc 12.2.0 \n")
+    assert gpu_names(tmp_path) == ["NVIDIA H200"] * 2
+    assert driver_version(tmp_path) == "570.86.15"
+    assert driver_version(tmp_path / "nowhere") is None
+    here = environment()
+    assert here["cpu"]
+    assert changes(here, here) == ""
+    other = {**here, "gpu": "NVIDIA H200", "torch": "0.1"}
+    expected = f"gpu NVIDIA H200 -> {here['gpu'] or 'none'}, torch 0.1 -> {here['torch'] or 'none'}"
+    assert changes(other, here) == expected
 
 
 def test_settings_become_flags() -> None:

@@ -3,7 +3,8 @@
 A decode is a read of the KV cache, so every byte is read once: a program takes one request, one KV
 head and one share ("split") of the length, and its whole group of query heads at once, as the rows
 of a small matrix product. Few requests need many splits to fill the device; their partial results
-are joined by the program that is the last to arrive (kernels/join_shares.py).
+are joined by the program that is the last to arrive (kernels/join_shares.py). A decode that leaves
+the device room is served by fused_decode.py instead, which takes this file's plans.
 
     program (request, kv head, split)   tokens [split * share, (split + 1) * share)
         -> out [requests, num_heads, D]                     one share, or the last to arrive

@@ -3,8 +3,8 @@
     plan = plan_attention(...)                    once a step: what is the same for every layer
     self_attention(qkv, plan, k_cache, v_cache)   once a layer
 
-On a GPU the plan is nothing and a layer is two launches, or one (fused_decode.py) for a decode that
-does not fill the device. On a CPU the two references make about 60 tensor operations a layer; with
+On a GPU the plan is nothing. A layer is two steps, or one (fused_decode.py) for a decode that does
+not fill the device. On a CPU the two references make about 60 tensor operations a layer; with
 a host plan (host_plan.py) a decode makes about 20.
 
 kernels/rope_kv_write.py and kernels/attention.py define the result; here is only a shorter way.
@@ -103,7 +103,7 @@ def self_attention(
 
 
 def _is_fused(qkv: torch.Tensor, plan: AttentionPlan, num_kv_heads: int) -> bool:
-    """Return whether one launch serves the layer; a full device is faster with two lean ones."""
+    """Return whether fused_decode serves the layer; a full device is faster with two lean steps."""
     is_decode = qkv.is_cuda and plan.batch.max_query_len == 1 and plan.backend == "triton"
     return is_decode and not is_full(len(qkv), num_kv_heads, num_processors(qkv.device))
 

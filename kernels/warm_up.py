@@ -45,13 +45,8 @@ def warm_up_attention(
     def empty(
         num_reqs: int, max_query_len: int, max_seq_len: int = 0
     ) -> tuple[torch.Tensor, AttentionBatch]:
-        # A slice of qkv rows, as the model passes it: its stride is part of what is compiled.
-        qkv = torch.zeros((num_reqs, qkv_width), dtype=dtype, device=device)
-        q = qkv[:, : num_heads * head_dim].view(num_reqs, num_heads, head_dim)
-        zeros = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
-        tables = torch.zeros((num_reqs, 2), dtype=torch.int32, device=device)
-        slots = torch.full((num_reqs,), -1, device=device)
-        return q, AttentionBatch(zeros, zeros[:-1], tables, slots, max_query_len, max_seq_len)
+        qkv, batch = _empty_batch(num_reqs, qkv_width, dtype, device, max_query_len, max_seq_len)
+        return qkv[:, : num_heads * head_dim].view(num_reqs, num_heads, head_dim), batch
 
     plans = set()
     for num_reqs, longest in product(range(1, max_num_reqs + 1), MAX_SEQ_LENS):
@@ -92,12 +87,27 @@ def warm_up_fused_decode(
         if (plan, is_few) in plans:
             continue
         plans.add((plan, is_few))
-        qkv = torch.zeros((num_reqs, qkv_width), dtype=dtype, device=device)
-        zeros = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
-        tables = torch.zeros((num_reqs, 2), dtype=torch.int32, device=device)
-        places = torch.full((num_reqs,), -1, device=device)
-        batch = AttentionBatch(zeros, zeros[:-1], tables, places, 1, longest)
+        qkv, batch = _empty_batch(num_reqs, qkv_width, dtype, device, 1, longest)
         fused_decode_triton(
-            qkv, places, cos_sin, k_cache, v_cache, batch, *heads, *norms, 1e-6, 1.0,
+            qkv, batch.slot_mapping, cos_sin, k_cache, v_cache, batch, *heads, *norms, 1e-6, 1.0,
             reads_early=is_few,
         )  # fmt: skip
+
+
+def _empty_batch(
+    num_reqs: int,
+    qkv_width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_query_len: int,
+    max_seq_len: int,
+) -> tuple[torch.Tensor, AttentionBatch]:
+    """Return qkv rows and a batch of requests of length 0, whose slots are -1.
+
+    The rows are whole, as the model has them: their stride is part of what is compiled.
+    """
+    qkv = torch.zeros((num_reqs, qkv_width), dtype=dtype, device=device)
+    zeros = torch.zeros(num_reqs + 1, dtype=torch.int32, device=device)
+    tables = torch.zeros((num_reqs, 2), dtype=torch.int32, device=device)
+    slots = torch.full((num_reqs,), -1, device=device)
+    return qkv, AttentionBatch(zeros, zeros[:-1], tables, slots, max_query_len, max_seq_len)

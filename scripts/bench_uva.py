@@ -28,6 +28,7 @@ from nanorunner.flags import Parser
 from nanorunner.kernels.prepare_inputs import prepare_mixed_inputs
 from nanorunner.kernels.uva import uva_zeros
 from nanorunner.workers import request_states
+from nanorunner.workers.device import Device
 from nanorunner.workers.messages import BLOCK_SIZE
 from nanorunner.workers.request_states import RequestStates
 from nanorunner.workers.staged_tensor import StagedWriter
@@ -50,13 +51,13 @@ TABLES: dict[str, Callable[[tuple[int, ...], torch.dtype, torch.device], torch.T
 
 def median_us(launch: Callable[[], object]) -> float:
     """Return the median of launches timed one by one on the device."""
-    times: list[float] = []
+    place, times = Device("cuda", 0), list[float]()
     for _ in range(REPEATS + 3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         launch()
         end.record()
-        end.synchronize()
+        place.finish(TIMEOUT_S)
         times.append(begin.elapsed_time(end) * 1e3)
     return round(statistics.median(times[3:]), 2)
 

@@ -44,7 +44,7 @@ class BusyClock:
 
     def seconds(self) -> list[float]:
         """Return each step's GPU seconds, in the order of the steps; waits for the device."""
-        torch.cuda.synchronize()
+        self._runner.device.finish(self._runner.config.step_timeout_s)
         return [begin.elapsed_time(end) / 1000 for begin, end in self._steps]
 
     def _spin_and_run_model(self, inputs: Inputs, is_prefill: bool) -> torch.Tensor | None:

@@ -9,8 +9,7 @@ from typing import Any
 import psutil
 import torch
 
-from nanorunner.bench.environment import cpu_name, driver_version
-from nanorunner.bench.environment import package_version as package_version
+from nanorunner.bench.environment import cpu_name, driver_version, package_version
 from nanorunner.machine import usable_cores
 
 PACKAGES = ("nanorunner", "torch", "triton", "flash-attn", "numpy")

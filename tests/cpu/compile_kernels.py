@@ -15,18 +15,21 @@ import re
 import subprocess
 import sys
 import tempfile
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
+from fused_decode_cases import fused_case
 from kernel_cases import attention_case, normal, rope_arguments
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from nanorunner.kernels.attention import paged_attention
-from nanorunner.kernels.decode_attention import decode_attention, plan_decode
+from nanorunner.kernels.decode_attention import MAX_SEQ_LENS, decode_attention, plan_decode
+from nanorunner.kernels.fused_decode import fused_decode_triton, plan_fused
 from nanorunner.kernels.peer_all_reduce import (
     all_reduce_add_rms_norm,
     all_reduce_max,
@@ -104,8 +107,12 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
         qk_norm_rope_kv_write_triton(**rope_arguments(heads, num_tokens, dtype, has_norm=True))
     case = attention_case([(1, 9), (1, 9)], heads, dtype)
     sizes = (*heads, dtype.itemsize, H200_PROCESSORS)
-    for plan in sorted({plan_decode(num_reqs, *sizes) for num_reqs in (1, 16, 64, 256)}):
+    batches = list(product((1, 16, 64, 256), MAX_SEQ_LENS))
+    for plan in sorted({plan_decode(num_reqs, *sizes, longest) for num_reqs, longest in batches}):
         decode_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan)
+    fused = fused_case([9, 9], heads, dtype)
+    for plan in sorted({plan_fused(num_reqs, *sizes) for num_reqs in (1, 8, 64)}):
+        fused_decode_triton(**fused.arguments, plan=plan)
     for requests in ([(1, 9)], [(500, 500)]):
         case = attention_case(requests, heads, dtype, padded_requests=1)
         paged_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, "triton")

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from compiling_process import run_compiling
 
 from nanorunner.kernels import compile_ahead as ahead
 from nanorunner.kernels.compile_ahead import Compilers, compile_ahead
@@ -38,15 +36,8 @@ class Kernel:
 
 @pytest.mark.limit(120)
 def test_what_was_rehearsed_is_launched_later_without_compiling(tmp_path: Path) -> None:
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(FOLDER.parents[1]), str(FOLDER)]),
-        "TRITON_CACHE_DIR": str(tmp_path),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, str(FOLDER / "compile_on_threads.py")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert json.loads(done.stdout) == {
+    printed = run_compiling("compile_on_threads.py", cache=tmp_path, timeout_s=110)
+    assert json.loads(printed) == {
         "asked": 2,
         "rehearsed": ["_rms_norm_kernel", "_silu_mul_kernel"],
         "launched_meanwhile": [],

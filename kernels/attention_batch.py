@@ -24,3 +24,6 @@ class AttentionBatch(NamedTuple):
     slot_mapping: torch.Tensor  # [num_tokens] int64: block * 256 + offset, -1 writes nothing
     max_query_len: int  # 1: a pure decode
     max_seq_len: int  # an upper bound; inside a graph the model's limit
+    # Places of one request, one token each, attend to KV that others of them bring in this step:
+    # it must all be written before any is read.
+    places_share_kv: bool = False

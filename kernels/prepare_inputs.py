@@ -10,6 +10,18 @@ stands in device tables that the step before has advanced (kernels/advance_state
            token    = token_ids[row, position] inside the prefill, else last_sampled[row]
            slot     = block_tables[row, position // block_size] * block_size + position % block_size
 
+With speculation a request of q tokens to verify is q places of one token, each with an offset:
+
+    offsets       [>= requests] int32, added to num_computed
+
+    row a, a, a, b, b, b    offset 0, 1, 2, 0, 1, 2
+    token = last_sampled[row] where the offset is 0 and the prefill is over, else
+            token_ids[row, position]: the drafts lie there, from total_len on
+
+A place before a row's first token, or from token_limit[row] on, is nobody: token and position 0,
+seq_len 0, slot -1. Its true position may lie past the rotary table and the block table, so no
+reader may be handed it. Only its row stays (the sampler looks settings up by it).
+
 A CUDA graph pads the batch, so the buffers may be longer than it is. What lies behind the batch is
 written too: query length 0, seq_len 0, slot -1, table row zero, token and position 0 (a rotary
 embedding reads the position of a padded token). The counts are read from `header` on the device:
@@ -40,17 +52,20 @@ def prepare_decode_inputs(
     state: StateTables,
     out: InputBuffers,
     block_size: int,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Fill all of `out` for one token a request; its T and P are the bucket, both the same.
 
     Request i is row idx_mapping[i] for i < header[NUM_REQS], padding from there on. Nobody (-1)
-    keeps query length 1, with token 0, seq_len 0 and slot -1.
+    keeps query length 1, with token 0, seq_len 0 and slot -1. offsets: see above; they need
+    state.token_limit, of which no row's is above the width of the token table. None: all 0.
     """
     assert 0 < len(out.input_ids) == len(out.seq_lens), "a decode has one token a request"
     assert len(idx_mapping) >= len(out.seq_lens), "idx_mapping is shorter than the bucket"
+    assert offsets is None or state.token_limit is not None, "offsets without token limits"
     is_cuda = out.input_ids.is_cuda
     function = prepare_decode_inputs_triton if is_cuda else prepare_decode_inputs_reference
-    function(header, idx_mapping, state, out, block_size)
+    function(header, idx_mapping, state, out, block_size, offsets)
 
 
 def prepare_decode_inputs_reference(
@@ -59,6 +74,7 @@ def prepare_decode_inputs_reference(
     state: StateTables,
     out: InputBuffers,
     block_size: int,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """prepare_decode_inputs in plain PyTorch, on any device."""
     bucket = len(out.input_ids)
@@ -67,8 +83,11 @@ def prepare_decode_inputs_reference(
     out.query_start_loc.copy_(place)
     is_real = place[1:] > place[:-1]
     rows = torch.where(is_real, idx_mapping[:bucket], -1).long()
-    _fill_tokens(rows, torch.zeros_like(rows), state, out, block_size)
-    _fill_requests(rows, is_real.int(), state, out, block_size)
+    past, limits = torch.zeros_like(rows), None
+    if offsets is not None:
+        past, limits = offsets[:bucket].where(is_real, 0), state.token_limit
+    _fill_tokens(rows, past, limits, state, out, block_size)
+    _fill_requests(rows, past, is_real.int(), limits, state, out, block_size)
 
 
 def prepare_decode_inputs_triton(
@@ -77,6 +96,7 @@ def prepare_decode_inputs_triton(
     state: StateTables,
     out: InputBuffers,
     block_size: int,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """prepare_decode_inputs as one launch, a program a request of the bucket."""
     bucket = len(out.input_ids)
@@ -84,9 +104,11 @@ def prepare_decode_inputs_triton(
     decode_inputs_kernel[(bucket,)](
         header,
         idx_mapping,
+        idx_mapping if offsets is None else offsets,  # not read when None
         state.token_ids,
         state.num_computed,
         state.prefill_len,
+        state.prefill_len if state.token_limit is None else state.token_limit,
         state.last_sampled,
         state.block_tables,
         out.input_ids,
@@ -99,6 +121,7 @@ def prepare_decode_inputs_triton(
         state.block_tables.stride(0),
         out.block_tables.stride(0),
         max_blocks,
+        HAS_OFFSETS=offsets is not None,
         BLOCK_SIZE=block_size,
         TABLE_TILE=min(next_power_of_two(max_blocks), TABLE_TILE),
         NUM_REQS=NUM_REQS,
@@ -115,17 +138,21 @@ def prepare_mixed_inputs(
     logits: LogitsRows,
     max_query_len: int,
     block_size: int,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Fill `out` and `logits` for requests with any number of tokens each.
 
     out.query_start_loc is an input: [P + 1], ascending, header[NUM_TOKENS] from the last request
     on. logits_places [>= requests] int32: the row of `logits` that samples for a request, -1 for
     none (a chunk that does not finish the prompt); it fills that row with the request's last token.
-    max_query_len: no request of the batch has more tokens.
+    max_query_len: no request of the batch has more tokens. offsets: as in prepare_decode_inputs;
+    a request's tokens begin that far past num_computed.
     """
+    assert offsets is None or state.token_limit is not None, "offsets without token limits"
     is_cuda = out.input_ids.is_cuda
     function = prepare_mixed_inputs_triton if is_cuda else prepare_mixed_inputs_reference
-    function(header, idx_mapping, logits_places, state, out, logits, max_query_len, block_size)
+    arguments = (header, idx_mapping, logits_places, state, out, logits)
+    function(*arguments, max_query_len, block_size, offsets)
 
 
 def prepare_mixed_inputs_reference(
@@ -137,6 +164,7 @@ def prepare_mixed_inputs_reference(
     logits: LogitsRows,
     max_query_len: int,
     block_size: int,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """prepare_mixed_inputs in plain PyTorch; max_query_len is not needed here."""
     num_reqs, num_tokens = int(header[NUM_REQS]), int(header[NUM_TOKENS])
@@ -148,13 +176,16 @@ def prepare_mixed_inputs_reference(
     lengths = (begins[1:] - begins[:-1]).where(request < num_reqs, 0)
 
     owner = request.repeat_interleave(lengths)
-    offset = torch.arange(num_tokens, device=header.device) - begins[owner]
+    first, limits = torch.zeros_like(rows), None
+    if offsets is not None:
+        first[:num_reqs], limits = offsets[:num_reqs].long(), state.token_limit
     token_rows = torch.full((width,), -1, dtype=torch.int64, device=header.device)
     token_rows[:num_tokens] = rows[owner]
-    offsets = torch.zeros_like(token_rows)
-    offsets[:num_tokens] = offset
-    _fill_tokens(token_rows, offsets, state, out, block_size)
-    _fill_requests(rows, lengths, state, out, block_size)
+    past = torch.zeros_like(token_rows)
+    past[:num_tokens] = torch.arange(num_tokens, device=header.device) - begins[owner]
+    past[:num_tokens] += first[owner]
+    _fill_tokens(token_rows, past, limits, state, out, block_size)
+    _fill_requests(rows, first, lengths, limits, state, out, block_size)
 
     places = logits_places[:num_reqs].long()
     sampled = (places >= 0).nonzero()[:, 0]
@@ -166,16 +197,25 @@ def prepare_mixed_inputs_reference(
 
 def _fill_tokens(
     rows: torch.Tensor,
-    offsets: torch.Tensor,
+    past: torch.Tensor,
+    limits: torch.Tensor | None,
     state: StateTables,
     out: InputBuffers,
     block_size: int,
 ) -> None:
-    """Fill the inputs of each token: of row rows[t] (-1: nobody), offsets[t] past num_computed."""
+    """Fill the inputs of each token: of row rows[t] (-1: nobody), past[t] behind num_computed.
+
+    limits [R]: the token limits where there are offsets, else None.
+    """
     is_live = rows >= 0
     row = rows.clamp(min=0)
-    position = (state.num_computed[row] + offsets).where(is_live, 0)
+    position = state.num_computed[row] + past
+    if limits is not None:
+        is_live &= (position >= 0) & (position < limits[row])
+    position = position.where(is_live, 0)
     is_prompt = position < state.prefill_len[row]
+    if limits is not None:
+        is_prompt |= past != 0
     prompt = state.token_ids[row, position.clamp(max=state.token_ids.shape[1] - 1)].long()
     out.input_ids.copy_(prompt.where(is_prompt, state.last_sampled[row]).where(is_live, 0))
     out.positions.copy_(position)
@@ -187,15 +227,23 @@ def _fill_tokens(
 
 def _fill_requests(
     rows: torch.Tensor,
+    past: torch.Tensor,
     query_lens: torch.Tensor,
+    limits: torch.Tensor | None,
     state: StateTables,
     out: InputBuffers,
     block_size: int,
 ) -> None:
-    """Fill each request's length and table row: of row rows[i], with query_lens[i] new tokens."""
+    """Fill each request's length and table row.
+
+    Request i has query_lens[i] tokens of row rows[i]; they begin past[i] behind num_computed.
+    """
     is_live = rows >= 0
     row = rows.clamp(min=0)
-    seq_lens = (state.num_computed[row] + query_lens).where(is_live, 0)
+    begin = state.num_computed[row] + past
+    if limits is not None:
+        is_live &= (begin >= 0) & (begin < limits[row])
+    seq_lens = (begin + query_lens).where(is_live, 0)
     out.seq_lens.copy_(seq_lens)
     column = torch.arange(state.block_tables.shape[1], device=rows.device)
     is_used = column < -(-seq_lens[:, None] // block_size)
@@ -212,6 +260,7 @@ def prepare_mixed_inputs_triton(
     logits: LogitsRows,
     max_query_len: int,
     block_size: int,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """prepare_mixed_inputs as one launch: (request, token tile), and one row for the padding."""
     max_blocks = state.block_tables.shape[1]
@@ -219,10 +268,12 @@ def prepare_mixed_inputs_triton(
     mixed_inputs_kernel[(len(out.seq_lens) + 1, num_tiles)](
         header,
         idx_mapping,
+        idx_mapping if offsets is None else offsets,  # not read when None
         logits_places,
         state.token_ids,
         state.num_computed,
         state.prefill_len,
+        state.prefill_len if state.token_limit is None else state.token_limit,
         state.last_sampled,
         state.block_tables,
         out.input_ids,
@@ -239,6 +290,7 @@ def prepare_mixed_inputs_triton(
         out.block_tables.stride(0),
         max_blocks,
         len(out.input_ids),
+        HAS_OFFSETS=offsets is not None,
         BLOCK_SIZE=block_size,
         TOKEN_TILE=TOKEN_TILE,
         TABLE_TILE=min(next_power_of_two(max_blocks), TABLE_TILE),

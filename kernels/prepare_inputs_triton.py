@@ -25,13 +25,15 @@ def _copy_table_row(
         tl.store(target + column, block, mask=column < num_written)
 
 
-@jit(tables=("header", "idx_mapping"))
+@jit(tables=("header", "idx_mapping", "offsets"))
 def decode_inputs_kernel(
     header: tl.tensor,
     idx_mapping: tl.tensor,
+    offsets: tl.tensor,
     token_ids: tl.tensor,
     num_computed: tl.tensor,
     prefill_len: tl.tensor,
+    token_limit: tl.tensor,
     last_sampled: tl.tensor,
     block_tables: tl.tensor,
     input_ids: tl.tensor,
@@ -44,6 +46,7 @@ def decode_inputs_kernel(
     table_stride: tl.tensor,
     out_table_stride: tl.tensor,
     max_blocks: tl.tensor,
+    HAS_OFFSETS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TABLE_TILE: tl.constexpr,
     NUM_REQS: tl.constexpr,
@@ -60,7 +63,15 @@ def decode_inputs_kernel(
     is_live = row >= 0
     row = tl.maximum(row, 0)
     position = tl.load(num_computed + row, mask=is_live, other=0)
+    if HAS_OFFSETS:
+        offset = tl.load(offsets + request, mask=is_live, other=0)
+        position += offset
+        limit = tl.load(token_limit + row, mask=is_live, other=0)
+        is_live = is_live & (position >= 0) & (position < limit)
+        position = tl.where(is_live, position, 0)
     is_prompt = position < tl.load(prefill_len + row, mask=is_live, other=0)
+    if HAS_OFFSETS:
+        is_prompt = is_prompt | (offset != 0)
     prompt = tl.load(token_ids + row * token_stride + position, mask=is_live & is_prompt, other=0)
     sampled = tl.load(last_sampled + row, mask=is_live, other=0)
     tl.store(input_ids + request, tl.where(is_prompt, prompt.to(tl.int64), sampled))
@@ -80,15 +91,17 @@ def decode_inputs_kernel(
 
 @jit(
     counts=("num_slots",),
-    tables=("header", "idx_mapping", "logits_places", "query_start_loc"),
+    tables=("header", "idx_mapping", "offsets", "logits_places", "query_start_loc"),
 )
 def mixed_inputs_kernel(
     header: tl.tensor,
     idx_mapping: tl.tensor,
+    offsets: tl.tensor,
     logits_places: tl.tensor,
     token_ids: tl.tensor,
     num_computed: tl.tensor,
     prefill_len: tl.tensor,
+    token_limit: tl.tensor,
     last_sampled: tl.tensor,
     block_tables: tl.tensor,
     input_ids: tl.tensor,
@@ -105,6 +118,7 @@ def mixed_inputs_kernel(
     out_table_stride: tl.tensor,
     max_blocks: tl.tensor,
     num_slots: tl.tensor,
+    HAS_OFFSETS: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TOKEN_TILE: tl.constexpr,
     TABLE_TILE: tl.constexpr,
@@ -137,24 +151,36 @@ def mixed_inputs_kernel(
     prompt_end = tl.load(prefill_len + row, mask=is_live, other=0)
     newest = tl.load(last_sampled + row, mask=is_live, other=0)
     table = block_tables + row * table_stride
+    if HAS_OFFSETS:
+        offset = tl.load(offsets + request, mask=is_live, other=0)
+        computed += offset
+        limit = tl.load(token_limit + row, mask=is_live, other=0)
 
-    offset = tile * TOKEN_TILE + lane
-    inside = offset < end - begin
-    token = begin + offset
-    position = tl.where(is_live, computed + offset, 0)
+    index = tile * TOKEN_TILE + lane
+    inside = index < end - begin
+    token = begin + index
+    position = tl.where(is_live, computed + index, 0)
     is_prompt = position < prompt_end
+    is_ours = inside
+    if HAS_OFFSETS:
+        is_ours = inside & (position >= 0) & (position < limit)
+        position = tl.where(is_ours, position, 0)
+        is_prompt = is_prompt | (offset + index != 0)
+        newest = tl.where(is_ours, newest, 0)
     prompt_place = token_ids + row * token_stride + position
-    prompt = tl.load(prompt_place, mask=inside & is_prompt, other=0).to(tl.int64)
+    prompt = tl.load(prompt_place, mask=is_ours & is_prompt, other=0).to(tl.int64)
     tl.store(input_ids + token, tl.where(is_prompt, prompt, newest), mask=inside)
     tl.store(positions + token, position.to(tl.int64), mask=inside)
     column = position // BLOCK_SIZE
-    has_slot = column < tl.where(is_live, max_blocks, 0)
-    block = tl.load(table + column, mask=inside & has_slot, other=0).to(tl.int64)
+    has_slot = is_ours & (column < tl.where(is_live, max_blocks, 0))
+    block = tl.load(table + column, mask=has_slot, other=0).to(tl.int64)
     slot = block * BLOCK_SIZE + position % BLOCK_SIZE
     tl.store(slot_mapping + token, tl.where(has_slot, slot, -1), mask=inside)
 
     if tile == 0:
         seq_len = tl.where(is_live, computed + end - begin, 0)
+        if HAS_OFFSETS:
+            seq_len = tl.where((computed >= 0) & (computed < limit), seq_len, 0)
         tl.store(seq_lens + request, seq_len)
         place = tl.load(logits_places + request, mask=is_real, other=-1).to(tl.int64)
         tl.store(logits_indices + place, (end - 1).to(tl.int64), mask=place >= 0)

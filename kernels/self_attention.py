@@ -104,7 +104,10 @@ def self_attention(
 
 def _is_fused(qkv: torch.Tensor, plan: AttentionPlan, num_kv_heads: int) -> bool:
     """Return whether fused_decode serves the layer; a full device is faster with two lean steps."""
-    is_decode = qkv.is_cuda and plan.batch.max_query_len == 1 and plan.backend == "triton"
+    batch = plan.batch
+    is_decode = qkv.is_cuda and batch.max_query_len == 1 and plan.backend == "triton"
+    if batch.places_share_kv:
+        return False
     return is_decode and not is_full(len(qkv), num_kv_heads, num_processors(qkv.device))
 
 

@@ -10,7 +10,9 @@ from typing import NamedTuple
 
 import torch
 
-NUM_REQS, NUM_TOKENS = 0, 1  # places in a step's header
+# Places in a step's header. The last two are there with speculation only: how many places of the
+# batch belong to verify groups (0 when every decode is one place), and how many make one group.
+NUM_REQS, NUM_TOKENS, NUM_VERIFIED, QUERY_LEN = 0, 1, 2, 3
 
 
 class StateTables(NamedTuple):
@@ -19,6 +21,11 @@ class StateTables(NamedTuple):
     Owner: the runner's request states. Place: the device; token_ids may be pinned host memory
     (kernels/uva.py). Lifetime: the runner's, a row from add to remove. Last writers, both on the
     main stream: staged writes when a request comes or grows, advance_state after every step.
+
+    With speculation accept_drafts stands in for advance_state, and two more columns of the same
+    owner, place and lifetime exist. num_drafts: the proposer of a step writes it last, and the
+    accept_drafts of the next one reads it. token_limit: written when a request comes, never after.
+    A row's drafts lie in token_ids from total_len on: ids of the vocabulary, overwritten later.
     """
 
     token_ids: torch.Tensor  # [R, max_model_len] int32: prompt and output
@@ -27,6 +34,8 @@ class StateTables(NamedTuple):
     prefill_len: torch.Tensor  # [R] int32: tokens known when the request came, or came back
     last_sampled: torch.Tensor  # [R] int64: the newest output token
     block_tables: torch.Tensor  # [R, max_blocks] int32
+    num_drafts: torch.Tensor | None = None  # [R] int32: drafts that the proposer meant
+    token_limit: torch.Tensor | None = None  # [R] int32: most tokens, prompt and output
 
 
 class InputBuffers(NamedTuple):

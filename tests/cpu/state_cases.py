@@ -52,7 +52,27 @@ def state_of(
         state.total_len[row] = len(request.tokens)
         state.prefill_len[row] = request.prefill_len
         state.block_tables[row, : len(request.blocks)] = torch.tensor(request.blocks)
-    return StateTables(*(tensor.to(DEVICE) for tensor in state))
+    return StateTables(*(tensor.to(DEVICE) for tensor in state if tensor is not None))
+
+
+def with_limits(state: StateTables, limits: list[int]) -> StateTables:
+    """Return the tables of an engine that speculates, with no drafts; row r may have limits[r]."""
+    return state._replace(num_drafts=int32([0] * len(limits)), token_limit=int32(limits))
+
+
+def copy_of(state: StateTables, device: torch.device = DEVICE) -> StateTables:
+    """Return tables of the same values in other memory."""
+    tables = state._asdict().items()
+    return state._replace(**{k: v.to(device, copy=True) for k, v in tables if v is not None})
+
+
+def check_same(state: StateTables, expected: StateTables) -> None:
+    """Fail unless all tables hold the same values."""
+    for name, now, then in zip(StateTables._fields, state, expected, strict=True):
+        if now is None or then is None:
+            assert now is then, name
+        else:
+            assert torch.equal(now, then), name
 
 
 def buffers(num_reqs: int, num_tokens: int, max_blocks: int) -> InputBuffers:

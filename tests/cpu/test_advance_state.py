@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE
-from state_cases import POISON, Request, buffers, int32, state_of
+from state_cases import POISON, Request, buffers, check_same, copy_of, int32, state_of
 
 from nanorunner.kernels import advance_state as module
 from nanorunner.kernels.advance_state import (
@@ -19,7 +19,6 @@ from nanorunner.kernels.advance_state import (
     advance_state_triton,
 )
 from nanorunner.kernels.prepare_inputs import prepare_decode_inputs
-from nanorunner.kernels.state_tables import StateTables
 
 ROWS, MAX_LEN, RING = 5, 16, 4
 Advance = Callable[..., None]
@@ -32,10 +31,6 @@ def int64(values: list[int]) -> torch.Tensor:
 
 def empty_ring(width: int) -> torch.Tensor:
     return torch.full((RING, width), POISON, dtype=torch.int64, device=DEVICE)
-
-
-def copy_of(state: StateTables) -> StateTables:
-    return StateTables(*(tensor.clone() for tensor in state))
 
 
 def loc_of(query_lens: list[int], padded: int = 0) -> torch.Tensor:
@@ -54,8 +49,7 @@ def test_a_decode_moves_on_by_one_token(advance: Advance) -> None:
     assert counter.tolist() == [1]
     before.num_computed[2], before.total_len[2] = 5, 6
     before.last_sampled[2] = before.token_ids[2, 5] = 77
-    for now, then in zip(state, before, strict=True):
-        assert torch.equal(now, then)
+    check_same(state, before)
 
 
 @pytest.mark.parametrize("advance", FORMS)
@@ -67,8 +61,7 @@ def test_an_unfinished_chunk_only_computes_on(advance: Advance, place: int) -> N
     arguments = (int32([1, 3]), int32([2]), loc_of([3]), int64([77]), state, ring, counter)
     advance(*arguments, int32([place]))
     before.num_computed[2] = 4
-    for now, then in zip(state, before, strict=True):
-        assert torch.equal(now, then)
+    check_same(state, before)
     assert ring[2].tolist() == [-1 if place == 0 else POISON]
     assert counter.tolist() == [7]
 
@@ -80,8 +73,7 @@ def test_nobody_changes_nothing(advance: Advance) -> None:
     # The rows behind the batch are stale, as in a padded graph.
     arguments = (int32([1, 1]), int32([-1, 3, 0]), loc_of([1], 2), int64([7, 8, 9]))
     advance(*arguments, state, ring, counter)
-    for now, then in zip(state, before, strict=True):
-        assert torch.equal(now, then)
+    check_same(state, before)
     assert ring[0].tolist() == [-1, POISON, POISON]
 
 
@@ -191,7 +183,6 @@ def test_any_batch_equals_the_model(data: st.DataObject) -> None:
             counter,
             int32([*places, 0]),
         )
-        for now, then in zip(state, expected, strict=True):
-            assert torch.equal(now, then)
+        check_same(state, expected)
         assert ring[3].tolist() == expected_ring
         assert counter.tolist() == [4]

@@ -12,8 +12,9 @@ A GPU without a table, and a shape that its table lacks, get default_plan.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 import yaml
@@ -29,6 +30,13 @@ NORM, GATED, PLAIN = "norm", "gated", "plain"
 ROWS, DOT, CUBLAS = "rows", "dot", "cublas"
 
 Key = tuple[str, int, int, int]  # op, out, in, rows
+Plan = TypeVar("Plan")
+
+
+class Fields(Protocol):
+    """A plan of any table: a named tuple."""
+
+    def _asdict(self) -> dict[str, Any]: ...
 
 
 class FewRowsPlan(NamedTuple):
@@ -100,21 +108,29 @@ def gpu_name(device: torch.device) -> str:
 @functools.cache
 def load_table(path: Path) -> dict[Key, FewRowsPlan]:
     """Return the plans in a table, none when there is no such file; ValueError on a bad entry."""
+    return read_table(path, FewRowsPlan)
+
+
+def read_table(path: Path, make: Callable[..., Plan]) -> dict[Key, Plan]:
+    """Return what `make` makes of a table's entries, {} without such a file; ValueError as above.
+
+    `make` gets the fields of an entry that are not its key.
+    """
     if not path.is_file():
         return {}
-    table: dict[Key, FewRowsPlan] = {}
+    table: dict[Key, Plan] = {}
     for entry in yaml.safe_load(path.read_text(encoding="utf-8")) or []:
         fields = dict(entry)
         try:
             key = (fields.pop("op"), fields.pop("out"), fields.pop("in"), fields.pop("rows"))
             fields.pop("us", None)  # what it measured: for people
-            table[key] = FewRowsPlan(**fields)
+            table[key] = make(**fields)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path}: {entry}: {error}; scripts/tune.py writes it anew") from error
     return table
 
 
-def table_entry(key: Key, plan: FewRowsPlan, us: float) -> str:
+def table_entry(key: Key, plan: Fields, us: float) -> str:
     """Return one line of a table, which load_table reads back."""
     names = ("op", "out", "in", "rows")
     fields = dict(zip(names, key, strict=True)) | plan._asdict() | {"us": round(us, 2)}

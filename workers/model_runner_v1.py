@@ -98,7 +98,8 @@ class ModelRunner(RunnerStages):
                 for top_k in (0, 2):  # the plain path, and the one that masks
                     self.sampler(logits, **self.dummy_sampling(1, top_k, top_p=1.0))
         if self.model.has_few_rows and not self.has_graphs:  # graphs run these before capture
-            for num_reqs in capture_sizes(min(MAX_ROWS, self.config.max_num_seqs)):
+            most = max(MAX_ROWS, self.model.max_medium_rows)
+            for num_reqs in capture_sizes(min(most, self.config.max_num_seqs)):
                 self.run_eager(self.dummy_inputs(num_reqs, 1))
 
     def dummy_sampling(self, rows: int, top_k: int, top_p: float) -> dict[str, torch.Tensor]:

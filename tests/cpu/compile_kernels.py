@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -52,11 +53,21 @@ POINTERS = {
 H200_PROCESSORS = 132
 
 
-def compile_instead(capability: int) -> None:
-    """Make every Triton launch compile for a capability (90: Hopper), print a line and not run."""
+def compile_instead(
+    capability: int,
+    *,
+    use_pdl: bool = False,
+    describe: Callable[[str], dict[str, Any]] = lambda ptx: {},
+) -> None:
+    """Make every Triton launch compile for a capability (90: Hopper), print a line and not run.
+
+    use_pdl: as a GPU that can would launch them. describe: what else to print of a kernel's PTX.
+    """
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
         names = list(self.arg_names)
+        if use_pdl and "USE_PDL" in names:
+            kwargs["USE_PDL"] = True
         options = {name: value for name, value in kwargs.items() if name not in names}
         values = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
         signature, constants, attributes = {}, {}, {}
@@ -79,13 +90,15 @@ def compile_instead(capability: int) -> None:
         source = ASTSource(self, signature, constants, attributes)
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         line = {"name": self.fn.__name__, "shared": kernel.metadata.shared}
-        print(json.dumps(line | {"spilled": spilled_bytes(kernel.asm["cubin"])}), flush=True)
+        registers, spilled = resources(kernel.asm["cubin"])
+        line |= {"registers": registers, "spilled": spilled} | describe(kernel.asm["ptx"])
+        print(json.dumps(line), flush=True)
 
     JITFunction.run = run
 
 
-def spilled_bytes(cubin: bytes) -> int:
-    """Return the bytes of stack that each thread needs: registers that did not fit."""
+def resources(cubin: bytes) -> tuple[int, int]:
+    """Return a thread's registers and its bytes of stack, which hold the registers that spill."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -94,7 +107,8 @@ def spilled_bytes(cubin: bytes) -> int:
         text = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=30
         ).stdout
-    return max(int(stack) for stack in re.findall(r"STACK:(\d+)", text))
+    registers, stack = re.findall(r"REG:(\d+)", text), re.findall(r"STACK:(\d+)", text)
+    return max(map(int, registers)), max(map(int, stack))
 
 
 def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:

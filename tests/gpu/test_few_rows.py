@@ -8,6 +8,7 @@ import pytest
 import torch
 from fused_decode_cases import fused_case
 from kernel_cases import normal
+from slow_producer import slow_copy
 
 from nanorunner.kernels.few_rows import (
     add_norm_gate_up_silu,
@@ -19,8 +20,6 @@ from nanorunner.kernels.few_rows import (
 )
 from nanorunner.kernels.few_rows_plans import CUBLAS, DOT, ROWS, FewRowsPlan
 from nanorunner.kernels.fused_decode import fused_decode
-from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
-from nanorunner.kernels.triton_support import jit, tl
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 8e-3}
@@ -68,34 +67,6 @@ def test_every_plan_equals_pytorch(
         assert torch.equal(actual[1], expected[1])
         plain = torch.nn.functional.linear(x, weight, bias)
         torch.testing.assert_close(linear_few(x, weight, bias, plan), plain, **limits)
-
-
-@jit()
-def _slow_copy(
-    source: tl.tensor,
-    target: tl.tensor,
-    turns: tl.tensor,
-    TILE: tl.constexpr,
-    USE_PDL: tl.constexpr,
-) -> None:
-    """Copy a tile after some microseconds, having let the next kernel start at once."""
-    if USE_PDL:
-        gdc_launch_dependents()
-        gdc_wait()
-    place = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    value = tl.load(source + place).to(tl.float32)
-    waste = value
-    for _ in range(turns):
-        waste = tl.sin(waste)
-    # Never true, and the compiler cannot know.
-    tl.store(target + place, tl.where(waste > 2.0, waste, value))
-
-
-def slow_copy(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Fill target with source, late."""
-    options = launch_options(can_overlap(source.device))
-    _slow_copy[(source.numel() // 512,)](source, target, 2000, TILE=512, num_warps=1, **options)
-    return target
 
 
 class Chain:

@@ -20,10 +20,12 @@ import torch.nn.functional as F
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.attention_batch_invariant import BATCH_INVARIANT
 from nanorunner.kernels.few_rows import add_norm_gate_up_silu, add_norm_linear, linear_few
-from nanorunner.kernels.few_rows_plans import MAX_ROWS
+from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, PLAIN
 from nanorunner.kernels.huge_pages import use_huge_pages
 from nanorunner.kernels.linear import can_pack, has_fast_bfloat16, linear, pack
 from nanorunner.kernels.linear_batch_invariant import linear_batch_invariant
+from nanorunner.kernels.medium_rows import gate_up_silu, linear_add_norm, linear_medium
+from nanorunner.kernels.medium_rows_plans import ADDED, most_medium_rows
 from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
 from nanorunner.kernels.self_attention import (
     AttentionPlan,
@@ -100,7 +102,12 @@ class Decoder:
         self.model, self.tp, self.rank = model, tp, rank
         self.dtype, self.device, self.group = dtype, device, group
         self.attention_backend = BATCH_INVARIANT if batch_invariant else attention_backend
+        # as attributes: --check-ranks looks at what they return (workers/check_ranks.py)
         self.linear = linear_batch_invariant if batch_invariant else linear
+        self.linear_few, self.add_norm_linear = linear_few, add_norm_linear
+        self.add_norm_gate_up_silu = add_norm_gate_up_silu
+        self.linear_medium, self.linear_add_norm = linear_medium, linear_add_norm
+        self.gate_up_silu = gate_up_silu
         self.has_few_rows = device.type == "cuda" and self.attention_backend == "triton"
         heads = head_shard(model.num_heads, model.num_kv_heads, tp, rank)
         self.local_heads, self.local_kv_heads = heads.local_heads, heads.local_kv_heads
@@ -112,6 +119,8 @@ class Decoder:
             for parameter in weight_plan(model, tp, rank)
         }
         self.layers = [self._layer(index) for index in range(model.num_layers)]
+        # Decodes of more than MAX_ROWS and up to so many rows go through decode_medium().
+        self.max_medium_rows = self._max_medium_rows() if self.has_few_rows else 0
         self.embed = self.parameters["embed"]  # [local_vocab, hidden]
         self.norm = self.parameters["norm"]  # [hidden]
         # Tied: the head is the embedding, the same storage.
@@ -136,8 +145,11 @@ class Decoder:
         plan = plan_attention(
             positions, self.cos_sin, batch, self.attention_backend, self.dtype, block_size
         )
-        if self.has_few_rows and batch.max_query_len == 1 and len(input_ids) <= MAX_ROWS:
-            return self.decode_few(input_ids, plan, k_caches, v_caches)
+        if self.has_few_rows and batch.max_query_len == 1:
+            if len(input_ids) <= MAX_ROWS:
+                return self.decode_few(input_ids, plan, k_caches, v_caches)
+            if len(input_ids) <= self.max_medium_rows:
+                return self.decode_medium(input_ids, plan, k_caches, v_caches)
         residual = self.embed_tokens(input_ids)
         x = rms_norm(residual, self.layers[0].input_norm, eps)
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
@@ -162,7 +174,7 @@ class Decoder:
         eps = self.model.rms_norm_eps
         x, residual = self.embed_tokens(input_ids), None
         for index, layer in enumerate(self.layers):
-            qkv, residual = add_norm_linear(
+            qkv, residual = self.add_norm_linear(
                 x, residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias
             )
             out = self_attention(
@@ -176,13 +188,45 @@ class Decoder:
                 eps,
                 reads_early=True,
             )
-            x = self.group.all_reduce(linear_few(out, layer.o, layer.o_bias))
-            x, residual = add_norm_gate_up_silu(
+            x = self.group.all_reduce(self.linear_few(out, layer.o, layer.o_bias))
+            x, residual = self.add_norm_gate_up_silu(
                 x, residual, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias
             )
-            x = self.group.all_reduce(linear_few(x, layer.down, layer.down_bias))
+            x = self.group.all_reduce(self.linear_few(x, layer.down, layer.down_bias))
         assert residual is not None, "a model has layers"
         return add_rms_norm(x, residual, self.norm, eps)
+
+    def decode_medium(
+        self,
+        input_ids: torch.Tensor,
+        plan: AttentionPlan,
+        k_caches: list[torch.Tensor],
+        v_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """forward() for more rows, where a table has tiles for them (kernels/medium_rows.py).
+
+        A shape without an entry is multiplied as forward() does it.
+        """
+        eps = self.model.rms_norm_eps
+        residual = self.embed_tokens(input_ids)
+        x = rms_norm(residual, self.layers[0].input_norm, eps)
+        next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
+        for index, layer in enumerate(self.layers):
+            qkv = self.linear_medium(x, layer.qkv, layer.qkv_bias)
+            out = self_attention(
+                qkv,
+                plan,
+                k_caches[index],
+                v_caches[index],
+                self.head_shape,
+                layer.q_norm,
+                layer.k_norm,
+                eps,
+            )
+            x = self._add_medium(out, layer.o, layer.o_bias, residual, layer.post_norm)
+            x = self.gate_up_silu(x, layer.gate_up, layer.gate_up_bias)
+            x = self._add_medium(x, layer.down, layer.down_bias, residual, next_norms[index])
+        return x
 
     def embed_tokens(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return [num_tokens, hidden]: each rank looks up its own ids, the sum has them all."""
@@ -265,6 +309,29 @@ class Decoder:
         self.parameters = {}
         self.layers = []
         self.embed = self.lm_head = self.norm = self.cos_sin = torch.empty(0)
+
+    def _add_medium(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor,
+        gain: torch.Tensor,
+    ) -> torch.Tensor:
+        """Add a projection, summed over the ranks, to residual in place; return the norm."""
+        eps = self.model.rms_norm_eps
+        if self.tp == 1:
+            return self.linear_add_norm(x, weight, bias, residual, gain, eps)
+        x = self.linear_medium(x, weight, bias)
+        return self.group.all_reduce_add_rms_norm(x, residual, gain, eps)
+
+    def _max_medium_rows(self) -> int:
+        """Return up to how many rows a measured plan serves one of this rank's projections."""
+        layer = self.layers[0]  # the others have the same shapes
+        last = ADDED if self.tp == 1 else PLAIN
+        return most_medium_rows(
+            [(PLAIN, layer.qkv), (last, layer.o), (GATED, layer.gate_up), (last, layer.down)]
+        )
 
     def _layer(self, index: int) -> Layer:
         """Return the layer's parameters; each field of Layer is the last part of a name."""

@@ -1,0 +1,70 @@
+"""Compile the kernels of medium rows for Hopper, as compile_kernels.py does; a JSON line each.
+
+PYTHONPATH=.:tests/cpu python tests/cpu/compile_medium_rows.py
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+
+import torch
+from compile_kernels import compile_instead
+
+from nanorunner.kernels.few_rows_plans import GATED, PLAIN
+from nanorunner.kernels.medium_rows import gate_up_silu, linear_add_norm, linear_medium
+from nanorunner.kernels.medium_rows_plans import ADDED, TILES, MediumRowsPlan
+
+# op, rows, out, in and the plan: each of the kernels and of their ways, at real sizes.
+CASES = [
+    (PLAIN, 64, 4096, 1024, MediumRowsPlan(TILES, 64, 32, 128, 1, 4, 4)),
+    (PLAIN, 24, 4096, 1024, MediumRowsPlan(TILES, 32, 64, 128, 1, 4, 4, is_swapped=True)),
+    (PLAIN, 64, 3072, 4096, MediumRowsPlan(TILES, 64, 128, 64, 4, 4, 4)),
+    (ADDED, 64, 1024, 2048, MediumRowsPlan(TILES, 64, 64, 256, 8, 4, 1)),
+    (ADDED, 128, 1024, 3072, MediumRowsPlan(TILES, 128, 64, 512, 6, 8, 1)),
+    (ADDED, 48, 4096, 4096, MediumRowsPlan(TILES, 64, 128, 128, 4, 8, 4)),
+    (GATED, 64, 6144, 1024, MediumRowsPlan(TILES, 64, 64, 128, 1, 4, 3)),
+    (GATED, 128, 24576, 4096, MediumRowsPlan(TILES, 128, 256, 64, 1, 8, 2, is_swapped=True)),
+    (GATED, 32, 3072, 1024, MediumRowsPlan(TILES, 32, 64, 512, 2, 8, 1)),
+]
+
+
+def compile_case(op: str, rows: int, num_out: int, num_in: int, plan: MediumRowsPlan) -> None:
+    """Print what must be true of it, then compile what a projection launches."""
+    is_held = plan.in_tile * plan.num_splits >= num_in
+    threads = 32 * plan.num_warps
+    wanted = {
+        # 16 bytes each, of the weight alone
+        "loads_before": plan.out_tile * plan.in_tile // 8 // threads if is_held else 0,
+        "fetches": 0 if is_held or not plan.is_early else 2 if op == GATED else 1,
+        "has_wgmma": plan.row_tile >= 64 or plan.is_swapped,
+        "has_copies": not is_held,
+    }
+    print(json.dumps(wanted))
+    x = torch.empty(rows, num_in, dtype=torch.bfloat16)
+    weight, residual = x.new_empty(num_out, num_in), x.new_empty(rows, num_out)
+    if op == GATED:
+        gate_up_silu(x, weight, None, plan)
+    elif op == ADDED:
+        linear_add_norm(x, weight, None, residual, residual[0], 1e-6, plan)
+    else:
+        linear_medium(x, weight, None, plan)
+
+
+def describe(ptx: str) -> dict[str, object]:
+    """Return what a kernel does before it waits for the one in front, and with what it computes."""
+    before, _, after = ptx.partition("griddepcontrol.wait")
+    return {
+        "loads_before": len(re.findall(r"\bld\.global|cp\.async\.c", before)),
+        "fetches": before.count("cp.async.bulk.prefetch.L2.global"),
+        "has_wgmma": "wgmma.mma_async" in after,
+        "has_copies": "cp.async.c" in after,
+    }
+
+
+if __name__ == "__main__":
+    assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
+    compile_instead(90, use_pdl=True, describe=describe)
+    for case in CASES:
+        compile_case(*case)

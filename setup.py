@@ -29,7 +29,8 @@ setup(
     packages=list(PACKAGE_DIR),
     package_dir=PACKAGE_DIR,
     package_data={
-        "nanorunner.workshop": ["exercises/*.py"],  # starters: printed, never imported
+        # starters, printed and never imported; the parts of the timeline's page
+        "nanorunner.workshop": ["exercises/*.py", "timeline_parts/*"],
         "nanorunner.configs.kernels": ["*.yaml"],
         "nanorunner.configs.models": ["*.yaml"],
         "nanorunner.configs.sweeps": ["*.yaml"],

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -11,7 +12,9 @@ from nanorunner.workers.device import Device
 from nanorunner.workers.gpu_clock import TimingEvent
 from nanorunner.workers.gpu_spans import GpuSpans
 from nanorunner.workers.messages import RunnerConfig
-from nanorunner.workers.spans import MAX_SPANS, SPAN_WORDS, SpanRecorder, WordRing
+from nanorunner.workers.spans import MAX_SPANS, SPAN_WORDS, Nvtx, SpanRecorder, WordRing
+
+logger = logging.getLogger("nanorunner")
 
 
 def open_recorder(config: RunnerConfig, rank: int, device: Device) -> SpanRecorder | None:
@@ -30,7 +33,18 @@ def open_recorder(config: RunnerConfig, rank: int, device: Device) -> SpanRecord
         # attention's and the MLP's in each layer, and the embedding's
         all_reduces=2 * config.model.num_layers + 1 if config.tp > 1 else 0,
     )
-    return SpanRecorder(rank, gpu)
+    return SpanRecorder(rank, gpu, nvtx=None if config.trace is None else open_nvtx())
+
+
+def open_nvtx() -> Nvtx | None:
+    """Return torch.cuda.nvtx; None, and a line in the log, when this PyTorch was built without."""
+    nvtx = cast(Nvtx, torch.cuda.nvtx)
+    try:
+        nvtx.mark("trace")
+    except RuntimeError as error:
+        logger.info("the trace has no NVTX ranges: %s", error)
+        return None
+    return nvtx
 
 
 def graph_event_problem() -> str:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ MEANINGS = {
     "forward": "the layers, from ids to the last hidden states",
     "sample": "the head's logits, the sampled ids, the rows' advance",
     "graph": "CPU: a captured graph is launched; GPU: a graph whose parts cannot be told apart",
+    "draft": "with speculation: drafts for the next step are made",
     "all_reduce": "in forward: a sum over the ranks",
     "exchange": "in sample: a maximum, or logits gathered, over the ranks",
     "download": "results are copied to the host, or the event behind them is recorded",
@@ -50,9 +51,9 @@ MEANINGS = {
     "run": "a call is made on this rank",
 }
 NAMES = tuple(MEANINGS)
-SCHEDULE, WIRE, APPLY, STAGE, PREPARE, FORWARD, SAMPLE, GRAPH = range(8)
-ALL_REDUCE, EXCHANGE, DOWNLOAD, WAIT, UPDATE, BUBBLE, IDLE = range(8, 15)
-SEND, RECEIVE, ACK, RUN = range(15, 19)
+SCHEDULE, WIRE, APPLY, STAGE, PREPARE, FORWARD, SAMPLE, GRAPH, DRAFT = range(9)
+ALL_REDUCE, EXCHANGE, DOWNLOAD, WAIT, UPDATE, BUBBLE, IDLE = range(9, 16)
+SEND, RECEIVE, ACK, RUN = range(16, 20)
 KINDS = ("cpu", "gpu")
 CPU, GPU = range(2)
 NO_STEP = -1
@@ -141,19 +142,43 @@ class WordRing:
         return np.roll(rows, -(self.num_pushed % self._capacity) if self.num_lost else 0, axis=0)
 
 
+class Nvtx(Protocol):
+    """What is asked of torch.cuda.nvtx, whose marks and ranges a profiler such as Nsight shows."""
+
+    def mark(self, message: str) -> object:
+        """Note that something is now."""
+
+    def range_push(self, message: str) -> object:
+        """Begin a range inside the one that is open."""
+
+    def range_pop(self) -> object:
+        """End the range that was begun last."""
+
+
 class SpanRecorder:
     """Records the spans of one rank.
 
     Laps: each ends where it is called and begins where the last one ended, so the laps of a rank
     follow one another and leave nothing out. Frames and what lies inside a lap have a begin of
     their own.
+
+    nvtx: is told the same names, None where nobody is. A range there is named when it begins, and
+    what a lap was is known when it ends: so a CPU span is a mark at its end, and a range only what
+    is begun by name: a run, a step, what lies inside a lap.
     """
 
     now = staticmethod(time.perf_counter_ns)
 
-    def __init__(self, rank: int, gpu: GpuSpans | None = None, max_spans: int = MAX_SPANS) -> None:
+    def __init__(
+        self,
+        rank: int,
+        gpu: GpuSpans | None = None,
+        max_spans: int = MAX_SPANS,
+        nvtx: Nvtx | None = None,
+    ) -> None:
         self.rank = rank
         self.gpu = gpu
+        self._nvtx = nvtx
         self.ring = WordRing(max_spans, SPAN_WORDS) if gpu is None else gpu.ring
         self._facts = WordRing(MAX_STEPS, len(StepFacts._fields))
         self._batch: tuple[int, ...] | None = None  # of the step in progress
@@ -170,14 +195,14 @@ class SpanRecorder:
         """Begin the laps of one turn of the engine."""
         now = self.now()
         if self._resting_since is not None:
-            self.ring.push(IDLE, CPU, self._resting_since, now, NO_STEP, NO_FRAME)
+            self._push(IDLE, self._resting_since, now, NO_STEP, NO_FRAME)
             self._resting_since = None
         self._mark = now
 
     def lap_of(self, name: int, step: int) -> None:
         """End a lap of the engine, which may be about another step than the one last enqueued."""
         now = self.now()
-        self.ring.push(name, CPU, self._mark, now, step, NO_FRAME)
+        self._push(name, self._mark, now, step, NO_FRAME)
         self._mark = now
         if name == SCHEDULE:
             self._planned = step
@@ -192,30 +217,33 @@ class SpanRecorder:
         """Note that rank 0 has put a frame on the wire."""
         self._frame = frame
         self._step, self._planned = self._planned, NO_STEP
-        self.ring.push(SEND, CPU, begin, self.now(), self._step, frame)
+        self._push(SEND, begin, self.now(), self._step, frame)
 
     def acked(self, frame: int) -> None:
         """Note that this rank has just acked a frame."""
         now = self.now()
-        self.ring.push(ACK, CPU, now, now, NO_STEP, frame)
+        self._push(ACK, now, now, NO_STEP, frame)
 
     def received(self, frame: int, begin: int) -> None:
         """Note that this rank has a call, and begin its run."""
         self._frame, self._step = frame, NO_STEP
         self._mark = self._run_begin = self.now()
-        self.ring.push(RECEIVE, CPU, begin, self._mark, NO_STEP, frame)
+        self._push(RECEIVE, begin, self._mark, NO_STEP, frame)
+        self._push_range(NAMES[RUN])
 
     def begin_run(self) -> None:
         """Rank 0: end the wire's lap if a step is on it, and begin the call's run."""
         now = self.now()
         if self._step != NO_STEP:
-            self.ring.push(WIRE, CPU, self._mark, now, self._step, self._frame)
+            self._push(WIRE, self._mark, now, self._step, self._frame)
+        self._push_range(NAMES[RUN])
         self._mark = self._run_begin = now
 
     def end_run(self) -> None:
         """Note that the call has been made."""
         self._mark = self.now()
-        self.ring.push(RUN, CPU, self._run_begin, self._mark, self._step, self._frame)
+        self._pop_range()
+        self._push(RUN, self._run_begin, self._mark, self._step, self._frame)
 
     # A runner's step.
 
@@ -224,6 +252,7 @@ class SpanRecorder:
         self._step = step
         self._is_in_step = True
         self._batch, self._num_all_reduces = None, 0
+        self._push_range(f"step {step}")
         self.lap(WIRE)
         if self.gpu is not None:
             self.gpu.begin_step()
@@ -240,7 +269,7 @@ class SpanRecorder:
                 gpu.mark_in_graph(name)
             return
         now = self.now()
-        self.ring.push(name, CPU, self._mark, now, self._step, self._frame)
+        self._push(name, self._mark, now, self._step, self._frame)
         self._mark = now
         if gpu is not None:
             gpu.mark(name)
@@ -279,18 +308,24 @@ class SpanRecorder:
         if not self._is_in_step:
             return None if self.gpu is None else self.gpu.begin_inner_in_graph(name)
         self._num_all_reduces += name == ALL_REDUCE
-        return self.now() if self.gpu is None else self.gpu.begin_inner(name)
+        begun = self.now() if self.gpu is None else self.gpu.begin_inner(name)
+        if begun is not None:
+            self._push_range(NAMES[name])
+        return begun
 
     def end_inner(self, name: int, begun: Any) -> None:
         """End a span inside a lap."""
+        if self._is_in_step:
+            self._pop_range()
         if self.gpu is not None:
             self.gpu.end_inner(name, begun)
         else:
-            self.ring.push(name, CPU, begun, self.now(), self._step, self._frame)
+            self._push(name, begun, self.now(), self._step, self._frame)
 
     def end_step(self) -> None:
         """End the step: all its work is enqueued."""
         self._is_in_step = False
+        self._pop_range()
         if self._batch is not None:
             self._facts.push(self._step, *self._batch, self._num_all_reduces)
         if self.gpu is not None:
@@ -319,6 +354,20 @@ class SpanRecorder:
             anchors=() if gpu is None else tuple(gpu.clock.anchors),
             notes=() if gpu is None else gpu.notes(),
         )
+
+    def _push(self, name: int, begin: int, end: int, step: int, frame: int) -> None:
+        """Record a span of the CPU that has just ended."""
+        self.ring.push(name, CPU, begin, end, step, frame)
+        if self._nvtx is not None:
+            self._nvtx.mark(NAMES[name])
+
+    def _push_range(self, name: str) -> None:
+        if self._nvtx is not None:
+            self._nvtx.range_push(name)
+
+    def _pop_range(self) -> None:
+        if self._nvtx is not None:
+            self._nvtx.range_pop()
 
 
 def clock_problem(asked_ns: int, spans: Sequence[RankSpans], answered_ns: int) -> str:

@@ -19,6 +19,7 @@ from nanorunner.flags import Parser
 COMMANDS: dict[str, tuple[str, str]] = {
     "shards": ("nanorunner.workshop.shards", "which slice of which tensor each rank holds"),
     "blocks": ("nanorunner.workshop.blocks", "step through a run and watch its KV blocks"),
+    "timeline": ("nanorunner.workshop.timeline", "what each rank did when, from a --trace DIR"),
     "faults": ("nanorunner.workshop.faults", "break a rank on purpose and see what is said"),
     "check": ("nanorunner.workshop.check", "exercises; it checks answers and code"),
 }

@@ -1,4 +1,4 @@
-"""A page opened in headless Chromium without a network: its images and every request it made.
+"""A page opened in headless Chromium without a network: its images, its script, every request.
 
 Chromium <- NUL-ended JSON on its descriptor 3 - us
          -- NUL-ended JSON on its descriptor 4 -> us     (--remote-debugging-pipe)
@@ -6,6 +6,7 @@ Chromium <- NUL-ended JSON on its descriptor 3 - us
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import select
@@ -27,6 +28,7 @@ FLAGS = (
     "--disable-background-networking",
     "--host-resolver-rules=MAP * ~NOTFOUND",
     "--remote-debugging-pipe",
+    "--window-size=1920,1080",  # a slide's
 )
 
 
@@ -36,8 +38,9 @@ class Page:
 
     natural_widths: list[int]  # of its images; 0: it did not load
     requested: list[str]  # every URL
-    failed: list[str]  # requests that failed, and policy violations
+    failed: list[str]  # requests that failed, policy violations, and errors of its script
     text: str
+    session: str  # by which the browser knows it
 
 
 class Chromium:
@@ -60,14 +63,14 @@ class Chromium:
         os.close(their_out)
         self._number = 0
         self._buffer = b""
-        self._events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []  # whatever the browser has reported
 
     def open(self, path: Path) -> Page:
         """Load a file and return what became of it."""
         target = self._call("Target.createTarget", url="about:blank")["targetId"]
         attached = self._call("Target.attachToTarget", targetId=target, flatten=True)
         session = attached["sessionId"]
-        for domain in ("Page", "Network", "Log"):
+        for domain in ("Page", "Network", "Log", "Runtime"):
             self._call(f"{domain}.enable", session)
         offline = {"offline": True, "latency": 0, "downloadThroughput": 0, "uploadThroughput": 0}
         self._call("Network.emulateNetworkConditions", session, **offline)
@@ -76,7 +79,7 @@ class Chromium:
         widths = self._evaluate(session, "[...document.images].map(image => image.naturalWidth)")
         text = self._evaluate(session, "document.body.innerText")
         requested, failed = [], []
-        for event in self._events:
+        for event in self.events:
             params = event.get("params", {})
             if event["method"] == "Network.requestWillBeSent":
                 requested.append(params["request"]["url"])
@@ -84,7 +87,26 @@ class Chromium:
                 failed.append(str(params))
             elif event["method"] == "Log.entryAdded":
                 failed.append(params["entry"]["text"])
-        return Page(widths, requested, failed, text)
+            elif event["method"] == "Runtime.exceptionThrown":
+                failed.append(str(params["exceptionDetails"]))
+        return Page(widths, requested, failed, text, session)
+
+    def evaluate(self, page: Page, expression: str) -> Any:
+        """Return what an expression of the page's script comes to, as JSON can say it."""
+        return self._evaluate(page.session, expression)
+
+    def press(self, page: Page, key: str) -> None:
+        """Press a key and let it go."""
+        for kind in ("keyDown", "keyUp"):
+            self._call("Input.dispatchKeyEvent", page.session, type=kind, key=key)
+
+    def mouse(self, page: Page, kind: str, x: float, y: float, **others: Any) -> None:
+        """Do something with the mouse: mouseMoved, mousePressed, mouseReleased or mouseWheel."""
+        self._call("Input.dispatchMouseEvent", page.session, type=kind, x=x, y=y, **others)
+
+    def screenshot(self, page: Page) -> bytes:
+        """Return what is seen of the page, a PNG."""
+        return base64.b64decode(self._call("Page.captureScreenshot", page.session)["data"])
 
     def __enter__(self) -> Chromium:
         return self
@@ -107,7 +129,8 @@ class Chromium:
 
     def _evaluate(self, session: str, expression: str) -> Any:
         answer = self._call("Runtime.evaluate", session, expression=expression, returnByValue=True)
-        return answer["result"]["value"]
+        assert "exceptionDetails" not in answer, answer["exceptionDetails"]
+        return answer["result"].get("value")
 
     def _call(self, method: str, session: str = "", **params: Any) -> dict[str, Any]:
         self._number += 1
@@ -121,11 +144,11 @@ class Chromium:
                 assert "error" not in message, f"{method}: {message['error']}"
                 result: dict[str, Any] = message["result"]
                 return result
-            self._events.append(message)
+            self.events.append(message)
 
     def _wait_for(self, method: str) -> None:
-        while not any(event["method"] == method for event in self._events):
-            self._events.append(self._read())
+        while not any(event["method"] == method for event in self.events):
+            self.events.append(self._read())
 
     def _read(self) -> dict[str, Any]:
         deadline = time.monotonic() + LIMIT_S

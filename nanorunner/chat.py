@@ -17,6 +17,7 @@ from nanorunner.exit_codes import INTERRUPTED, OK
 from nanorunner.llm import LLM
 from nanorunner.prompts import Prompt
 from nanorunner.sampling_params import SamplingParams
+from nanorunner.tap import prints_frames
 
 COMMANDS = ("/reset", "/stats", "/help", "/exit")
 HELP = "/reset forgets the conversation, /stats shows figures, /exit or Ctrl-D leaves"
@@ -40,6 +41,8 @@ class Shell:
         self.llm = llm
         self.params = params
         self.uses_template = llm.has_chat_template and not raw
+        # a tap's lines would fall between the words: with one the answer comes whole, at its end
+        self.streams = not prints_frames(llm.resolved.config)
         self.opening = [{"role": "system", "content": system}] if system else []
         self.messages = list(self.opening)
         self.stats = Stats()
@@ -57,13 +60,18 @@ class Shell:
         start = time.perf_counter()
         first = start
         text = ""
-        for news in self.llm.run([answer]):
-            if first == start:
-                first = time.perf_counter()
-            piece = news.take_text()
-            text += piece
-            print(piece, end="", flush=True)
-        end = time.perf_counter()
+        try:
+            for news in self.llm.run([answer]):
+                if first == start:
+                    first = time.perf_counter()
+                piece = news.take_text()
+                text += piece
+                if self.streams:
+                    print(piece, end="", flush=True)
+            end = time.perf_counter()
+        finally:
+            if not self.streams:
+                print(text, end="", flush=True)
         print()
         if self.uses_template:  # remembered only now: a stopped answer is not part of the talk
             self.messages = [*asked, {"role": "assistant", "content": text}]

@@ -16,12 +16,14 @@ import subprocess
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from nanorunner.errors import RankDied
 from nanorunner.interrupt import DeferInterrupt
 from nanorunner.rank_process import spawn
 from nanorunner.segment import Segment
+from nanorunner.tap import Tap
 from nanorunner.watch import EXIT_WAIT_S, PeerFailed, Watcher
 from nanorunner.workers import loop as rank_loop
 from nanorunner.workers import pipe as pipes
@@ -81,15 +83,17 @@ class Ranks:
         with_group: bool = True,
         methods: frozenset[str] = METHODS,
         methods_with_reply: frozenset[str] = METHODS_WITH_REPLY,
+        tap: Tap | None = None,
     ) -> None:
         """Start ranks 1 to tp - 1 from this thread, which must outlive them, and build rank 0.
 
         runner: "module:function" that every rank imports and calls with (config, rank, group);
-        with_group: False leaves out torch and passes None as the group.
+        with_group: False leaves out torch and passes None as the group;
+        tap: shows the wire's frames; it is closed with the ranks.
         Raises RankDied when a rank does not get ready within config.start_timeout_s; whatever is
         raised, no process is left.
         """
-        self.config = config
+        self.config = replace(config, tap=tap is not None)
         self.defer_interrupt = DeferInterrupt()
         self.runner: Any = None
         self.recorder: SpanRecorder | None = None  # rank 0's, if its runner has one
@@ -102,12 +106,15 @@ class Ranks:
         self._segment: Segment | None = None
         self._channel: Channel | None = None
         self._watcher: Watcher | None = None
+        self._tap = tap
         if config.tp == 1:
             self._build_own_runner(runner, with_group)
             return
         try:
             self._segment = Segment()
             self._channel = Channel(self._segment.buffer, 0, config.tp, methods)
+            if tap is not None:
+                tap.attach(self._segment.buffer, self._channel)
             self._start(runner, with_group, self._segment)
         except BaseException:
             self._is_broken = True
@@ -142,7 +149,9 @@ class Ranks:
         with self.guard(method, self.config.start_timeout_s, sent_since=self._channel.frame):
             frame = self._write(method, *args)
             value = self._run(method, *args)
-            return [value, *self._watcher.replies(frame)]
+            values = [value, *self._watcher.replies(frame)]
+        self._look_at_tap()
+        return values
 
     def result(self, handle: StepHandle) -> StepOutput:
         """Wait for a step's output; RankDied when a rank fails meanwhile or the step is late.
@@ -156,7 +165,8 @@ class Ranks:
             output = handle.result()
             if self._meeting.group is not None:
                 self._meeting.group.check()  # an all-reduce that gave up leaves nonsense
-            return output
+        self._look_at_tap()
+        return output
 
     def check(self) -> None:
         """Raise RankDied when a rank has failed; for use inside waits."""
@@ -243,7 +253,7 @@ class Ranks:
         # not a method of ours: the watcher's thread would keep an engine alive that nobody holds
         watcher = self._watcher = Watcher(self._channel, self._meeting.break_up)
         self._finalizer = weakref.finalize(
-            self, _abandon, watcher, self._channel, segment, os.getpid()
+            self, _abandon, watcher, self._channel, segment, self._tap, os.getpid()
         )
         watcher.start()
         start = rank_loop.Start(
@@ -282,6 +292,11 @@ class Ranks:
         if self.recorder is not None:
             self.recorder.end_run()
         return value
+
+    def _look_at_tap(self) -> None:
+        """Let the tap say what the other ranks have acked by now."""
+        if self._tap is not None:
+            self._tap.look()
 
     def _check_method(self, method: str) -> None:
         if self._is_closed:
@@ -333,6 +348,13 @@ class Ranks:
             self._watcher.stop()
         self._meeting.close()
         self.runner = None
+        try:
+            if self._tap is not None:
+                self._tap.close()
+        finally:
+            self._free_memory()
+
+    def _free_memory(self) -> None:
         if self._channel is not None:
             self._channel.close()
         if self._segment is not None:
@@ -343,11 +365,15 @@ class Ranks:
             torch.set_num_threads(self._threads_before)
 
 
-def _abandon(watcher: Watcher, channel: Channel, segment: Segment, owner_pid: int) -> None:
+def _abandon(
+    watcher: Watcher, channel: Channel, segment: Segment, tap: Tap | None, owner_pid: int
+) -> None:
     """Kill the ranks of an engine that nobody closed; runs when it is collected, and at exit."""
     if os.getpid() == owner_pid:  # a forked copy of rank 0 has no say
         watcher.expect_exit()
         watcher.kill()
         watcher.stop()
+        if tap is not None:
+            tap.close()
         channel.close()
         segment.close()

@@ -19,6 +19,8 @@ from nanorunner.flags import engine_settings, sampling_params
 from nanorunner.jsonl import Row, error_row, read_rows, result_row
 from nanorunner.prompts import Prompt
 from nanorunner.sampling_params import SamplingParams
+from nanorunner.tap import prints_frames
+from nanorunner.workers.rank_agreement import RankCheckFailed
 
 if TYPE_CHECKING:
     from nanorunner.answer import Answer
@@ -41,7 +43,7 @@ def run(arguments: Namespace) -> int:
         llm = _start(config)
     except (ValueError, OSError, ImportError) as error:
         return _report(error, REFUSED)
-    except RankDied as error:
+    except (RankDied, RankCheckFailed) as error:
         return _report(error, RANK_DIED)
     with llm:
         try:
@@ -49,7 +51,7 @@ def run(arguments: Namespace) -> int:
             if config.step_times:
                 _print_step_times(llm)
             return code
-        except RankDied as error:
+        except (RankDied, RankCheckFailed) as error:
             return _report(error, RANK_DIED)
         except BrokenPipeError:
             raise
@@ -129,7 +131,12 @@ def _answer_no_row(rows: list[Row]) -> int:
 def _answer(llm: LLM, rows: list[Row], arguments: Namespace) -> int:
     """Run the rows together; print each in order as soon as it and those before it are done."""
     is_pipe = not (arguments.prompt or arguments.prompt_ids)
-    writer = _Writer(rows, as_json=arguments.json or is_pipe, has_text=llm.tokenizer is not None)
+    writer = _Writer(
+        rows,
+        as_json=arguments.json or is_pipe,
+        has_text=llm.tokenizer is not None,
+        is_tapped=prints_frames(llm.resolved.config),
+    )
     answers: dict[int, Answer] = {}
     for row in rows:
         try:
@@ -175,15 +182,18 @@ def prepare(llm: LLM, row: Row, system: str | None, raw: bool) -> Answer:
 
 
 class _Writer:
-    """stdout in the rows' order, however they finish; text streams when there is one row."""
+    """stdout in the rows' order, however they finish; text streams when there is one row.
 
-    def __init__(self, rows: list[Row], as_json: bool, has_text: bool) -> None:
+    Not with a tap, whose lines would fall between the words.
+    """
+
+    def __init__(self, rows: list[Row], as_json: bool, has_text: bool, is_tapped: bool) -> None:
         self.num_failed = 0
         self._has_text = has_text
         self._rows = rows
         self._as_json = as_json
         is_single = len(rows) == 1 and (rows[0].params is None or rows[0].params.n == 1)
-        self.streams = is_single and not as_json and has_text
+        self.streams = is_single and not as_json and has_text and not is_tapped
         self._done: dict[int, str] = {}  # finished, by index, until those before are printed
         self._next = 0  # the first index that is not printed yet
         self._over: set[int] = set()

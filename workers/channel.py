@@ -14,7 +14,8 @@ than a fragment. launch.py calls write_shm(); loop.py calls read_shm().
 Rank 0 alone writes `sent` (the number of the last whole frame) and the frames; rank r alone writes
 its ack. An ack means "rank r has copied the frame out of the ring", not "rank r has run it", so
 rank 0 may run several frames ahead and never overwrites one that somebody has still to read. The
-number in `sent` is the truth, the event only a hint to look at it.
+number in `sent` is the truth, the event only a hint to look at it. Behind the last rank's event the
+header is unused, but for a tap (ack_stamps.py).
 """
 
 from __future__ import annotations
@@ -39,6 +40,9 @@ HEAD_BYTES = 8
 MORE = 1 << 31
 SPIN_S = 0.002  # longer than the gap between two steps, short enough to heat no idle machine
 ROOM_POLL_S = 0.0001
+
+# frame, method, args, then in bytes: where in its call the frame starts, its own, the whole call's
+OnFrame = Callable[[int, str, tuple[Any, ...], int, int, int], None]
 
 
 class ChannelError(RuntimeError):
@@ -87,6 +91,7 @@ class Channel:
         # rank 0: (number, first byte) of every frame that some rank has not acked, oldest first
         self._unacked: deque[tuple[int, int]] = deque()
         self._poison = ""  # rank 0: why nothing can be sent any more
+        self.on_frame: OnFrame | None = None  # rank 0: a tap, told of each frame before it is out
         self.on_ack: Callable[[int], None] | None = None  # a reader that wants to know
         self._seen = 0  # a reader's last look at `sent`, made after it had taken the event
         self._fence = Fence()
@@ -121,6 +126,8 @@ class Channel:
                     self._poison = f"{method} stopped after {start} of {len(data)} bytes: {error}"
                 raise
             is_last = start + len(fragment) == len(data)
+            if self.on_frame is not None:
+                self.on_frame(self.frame + 1, method, args, start, len(fragment), len(data))
             self._write_frame(place, fragment, is_last)
         return self.frame
 
@@ -150,6 +157,19 @@ class Channel:
             fragments.append(fragment)
         method, *args = pickle.loads(b"".join(fragments))
         return Call(self.frame, method, tuple(args))
+
+    def add_on_ack(self, listener: Callable[[int], None]) -> None:
+        """Reader: call listener(frame) right after each ack, after the listeners before it."""
+        first = self.on_ack
+        if first is None:
+            self.on_ack = listener
+            return
+
+        def both(frame: int) -> None:
+            first(frame)
+            listener(frame)
+
+        self.on_ack = both
 
     def acked(self, rank: int) -> int:
         """Return the number of the last frame that `rank` has copied out."""

@@ -25,9 +25,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from nanorunner.workers import pipe as pipes
+from nanorunner.workers.ack_stamps import AckStamps
 from nanorunner.workers.channel import SEGMENT_BYTES, Channel, spin_time_s
 from nanorunner.workers.messages import METHODS_WITH_REPLY, RunnerConfig
 from nanorunner.workers.pipe import Message
@@ -63,7 +65,7 @@ def loop(
     """Read calls and make them, until `close` has been made or the parent has died."""
     recorder: SpanRecorder | None = getattr(runner, "recorder", None)
     if recorder is not None:
-        channel.on_ack = recorder.acked
+        channel.add_on_ack(recorder.acked)
     method = ""
     while method != LAST_METHOD:
         if not channel.wait(IDLE_WAIT_S):
@@ -106,6 +108,8 @@ def rank_main(rank: int, segment_fd: int, pipe_fd: int, parent_pid: int) -> None
         tp = start.config.tp
         memory = memoryview(mmap.mmap(segment_fd, SEGMENT_BYTES))
         channel = Channel(memory, rank, tp, start.methods, spin_time_s(tp))
+        if start.config.tap:
+            channel.add_on_ack(partial(AckStamps(memory, tp).write, rank))
         runner = _build_runner(rank, start)
         pipes.send(pipe, Message(0, "ready", os.getpid()))
         loop(runner, channel, pipe, start.methods_with_reply, lambda: os.getppid() == parent_pid)

@@ -23,6 +23,7 @@ from nanorunner.bench import throughput
 from nanorunner.bench.compare_text import comparison_text
 from nanorunner.bench.fresh_process import run_fresh
 from nanorunner.bench.measuring_flags import (
+    check_several_processes,
     count_above_0,
     number_above_0,
     number_from_0,
@@ -104,11 +105,7 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
                 check_peer_sampling(side.label, params)
                 continue
             config = make_config({**asked, **side.own, "runner": side.name})
-            if config.trace is not None:
-                raise ValueError(
-                    f"trace {config.trace}: every process would write there; use it with "
-                    f"`bench throughput`"
-                )
+            check_several_processes(config, "throughput")
         known = _throughput_parser().long_flags()
         for side in sides:
             side.command(flags, known, Path("x"))  # refuses an unknown setting of its own

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanorunner.bench.metrics import definitions, parse_slo
 from nanorunner.bench.workloads import WORKLOADS
+from nanorunner.config import Config
 from nanorunner.did_you_mean import did_you_mean
 from nanorunner.flags import SAMPLING_HELP, add_engine_flags
 from nanorunner.sampling_params import SamplingParams
@@ -148,6 +149,15 @@ def sampling_params(arguments: Namespace) -> SamplingParams:
     """Return the SamplingParams that the flags ask for; ValueError for what no sampler can do."""
     given = {name: getattr(arguments, name) for name in SAMPLING if hasattr(arguments, name)}
     return SamplingParams(**{"temperature": 0.0, **given})
+
+
+def check_several_processes(config: Config, command: str) -> None:
+    """Refuse, by ValueError, what is meant for one process; `command` measures in one."""
+    for name in ("trace", "tap", "tap_json"):
+        if value := getattr(config, name):
+            raise ValueError(
+                f"{name} {value}: every process would write there; use it with `bench {command}`"
+            )
 
 
 def count_above_0(text: str) -> int:

@@ -28,6 +28,7 @@ from nanorunner.bench.code_version import code_version
 from nanorunner.bench.environment import Environment, changes, environment
 from nanorunner.bench.fresh_process import Outcome, run_fresh
 from nanorunner.bench.journal import Journal, Row, latest
+from nanorunner.bench.measuring_flags import check_several_processes
 from nanorunner.bench.points import (
     Run,
     Sweep,
@@ -116,11 +117,7 @@ def check_points(sweep: Sweep) -> list[str] | None:
     for run in runs_of(replace(sweep, repeat=1), "", flags):
         try:
             config = make_config(engine_settings(parser.parse([*run.flags])))
-            if config.trace is not None:
-                raise ValueError(
-                    f"trace {config.trace}: every process would write there; use it with "
-                    f"`bench {sweep.command}`"
-                )
+            check_several_processes(config, sweep.command)
         except ValueError as error:
             point = {name: run.settings[name] for name in sweep.varied if name in run.settings}
             raise ValueError(f"point {point or run.settings}: {error}") from None

@@ -38,7 +38,10 @@ DEFAULTS = {
 }
 LENGTHS = (470, 474, 40, 300)  # of the default prompts
 IS_ALIKE = (True, True, False, True)  # begins with the same BLOCK_SIZE tokens
-NOT_HERE = ("trace", "step_times")  # settings that would be ignored in silence
+# Settings that would be ignored in silence.
+NOT_HERE = {"trace": "a walk records no times", "step_times": "a walk records no times"} | {
+    name: "a walk shows blocks, not frames" for name in ("tap", "tap_json")
+}
 DEFAULT_MAX_TOKENS = 60
 MOST_STEPS = 100_000  # of one command
 
@@ -76,9 +79,9 @@ def add_flags(parser: ArgumentParser) -> None:
 def run(arguments: Namespace) -> int:
     """Walk until the commands end; 1 when one of a script's was wrong."""
     given = engine_settings(arguments)
-    for name in NOT_HERE:
+    for name, reason in NOT_HERE.items():
         if given.get(name):
-            raise ValueError(f"--{name.replace('_', '-')}: a walk records no times; use `run`")
+            raise ValueError(f"--{name.replace('_', '-')}: {reason}; use `run`")
     defaults = {**DEFAULTS}
     if "kv_cache_gib" in given:  # the two size the same thing
         del defaults["num_blocks"]

@@ -85,6 +85,8 @@ def _start(roster: Roster, plan: StepPlan, request: Request, hits: list[int]) ->
             block_ids=np.array(request.blocks, dtype=np.int32).tobytes(),
             sampling=request.sampling,
             pooling=request.pooling,
+            # The ranks alone know how many drafts come true, so they must know where to stop.
+            token_limit=request.limit if roster.table.stride > 1 else 0,
         )
     )
     add_chunk(roster, plan, row)

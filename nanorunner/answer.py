@@ -72,7 +72,8 @@ class Completion:
 
     def _add_extras(self, extras: RequestExtras) -> None:
         if extras.logprobs is not None:
-            self.logprobs.append(extras.logprobs)
+            places = range(len(extras.logprobs.ranks))
+            self.logprobs += [_one(extras.logprobs, place) for place in places]
         if extras.prompt_logprobs is not None:
             self.prompt_logprobs = extras.prompt_logprobs
         if extras.embedding is not None:
@@ -199,3 +200,9 @@ class Answer:
         assert self._tokenizer is not None, "text without a tokenizer is refused"
         stop, min_tokens = self.params.stop, self.params.min_tokens
         return Detokenizer(self._tokenizer, stop, min_tokens, streaming=streaming)
+
+
+def _one(logprobs: TokenLogprobs, place: int) -> TokenLogprobs:
+    """Return those of one token."""
+    one = slice(place, place + 1)
+    return TokenLogprobs(logprobs.token_ids[one], logprobs.logprobs[one], logprobs.ranks[one])

@@ -10,11 +10,14 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
+from nanorunner.check_shards import check_shards
 from nanorunner.engine import Engine
 from nanorunner.launch import Ranks
 from nanorunner.resolve import Resolved
 from nanorunner.scheduler import Scheduler
+from nanorunner.tap import open_tap
 from nanorunner.trace import open_trace
 from nanorunner.workers.messages import BLOCK_SIZE, KvRoom, RunnerConfig
 
@@ -26,16 +29,19 @@ logger = logging.getLogger("nanorunner")
 def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> Engine:
     """Return a running engine; eos_ids are the tokenizer's, the model's own are added.
 
-    Raises ValueError when no KV block fits, RankDied when a rank does; no process is left then.
+    Raises ValueError when no KV block fits, RankDied when a rank does, with check_ranks
+    RankCheckFailed for a wrong weight; no process is left then.
     """
     runner_config, config = resolved.runner_config, resolved.config
     begin = time.perf_counter()
     if config.trace is not None:
         runner_config = replace(runner_config, trace=open_trace(config))
-    ranks = Ranks(runner_config)
+    ranks = Ranks(runner_config, tap=open_tap(config))
     try:
         started = time.perf_counter()
         ranks.call_all("load_model")
+        if config.check_ranks:
+            check_shards(ranks)
         loaded = time.perf_counter()
         num_blocks = _agree_on_blocks(ranks.call_all("profile"), runner_config)
         profiled = time.perf_counter()
@@ -53,6 +59,7 @@ def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> E
                 prefix_cache=config.prefix_cache,
                 depth=runner_config.async_depth,
                 send_sampled_ids=runner_config.runner == "v1",
+                **_speculation(resolved),
             ),
             ranks.call,
             vocab_size=runner_config.model.vocab_size,
@@ -82,6 +89,18 @@ def build_engine(resolved: Resolved, eos_ids: frozenset[int] = frozenset()) -> E
         BLOCK_SIZE,
     )
     return engine
+
+
+def _speculation(resolved: Resolved) -> dict[str, Any]:
+    """Return what the scheduler must know of speculation; nothing without it."""
+    speculation = resolved.runner_config.speculation
+    if speculation is None:
+        return {}
+    from nanorunner.draft_control import DraftController  # TEMPORARY
+
+    count = speculation.num_tokens
+    controller = DraftController(count) if resolved.config.speculative_adaptive else None
+    return {"num_speculative_tokens": count, "controller": controller}
 
 
 def _agree_on_blocks(rooms: list[KvRoom], config: RunnerConfig) -> int:

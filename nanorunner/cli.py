@@ -1,4 +1,4 @@
-"""The command line: `python -m nanorunner [run|bench|doctor|shards|blocks|faults|check] [flags]`.
+"""The command line: `python -m nanorunner [run|bench|doctor|shards|...] [flags]`.
 
     --prompt        one completion each on stdout, nothing else
     a terminal      the chat shell (chat.py)
@@ -19,9 +19,15 @@ from collections.abc import Sequence
 from nanorunner import __version__
 from nanorunner.did_you_mean import did_you_mean
 from nanorunner.exit_codes import INTERRUPTED, REFUSED, REQUEST_FAILED
-from nanorunner.flags import Parser, add_engine_flags, add_sampling_flags, parse_ids
+from nanorunner.flags import (
+    ENGINE_HELP,
+    Parser,
+    add_engine_flags,
+    add_sampling_flags,
+    parse_ids,
+)
 
-WORKSHOP = ("shards", "blocks", "faults", "check")
+WORKSHOP = ("shards", "blocks", "timeline", "faults", "check")
 COMMANDS = ("run", "bench", "doctor", *WORKSHOP)
 ABOUT = "A tensor-parallel LLM inference runtime to read, to measure and to keep."
 RUN_HELP = """\
@@ -30,7 +36,7 @@ one request a line (plain text, or JSON such as {"prompt": "Hello", "max_tokens"
 one JSON line for each, in the same order. An instruct model gets a prompt as a user's message, by
 its own chat template; --raw completes the text as it stands.
 Exit codes: 0 done, 1 a request failed, 2 refused before the start, 3 a rank died, 130 Ctrl-C.
-Commands: run (default), bench, doctor; shards, blocks, faults, check (the workshop)."""
+Commands: run (default), bench, doctor; the workshop: shards, blocks, timeline, faults, check."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -121,11 +127,12 @@ def _doctor(words: list[str]) -> int:
     )
     parser.add_argument("--tp", type=int, default=1, metavar="N", help="ranks to be ready for")
     parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu or cuda")
+    parser.add_argument("--share-gpu", action="store_true", help=ENGINE_HELP["share_gpu"])
     arguments = parser.parse(words)
     _log_to_stderr(quiet=True)
     from nanorunner.doctor import doctor
 
-    return doctor(arguments.tp, arguments.device)
+    return doctor(arguments.tp, arguments.device, arguments.share_gpu)
 
 
 def _log_to_stderr(quiet: bool) -> None:

@@ -67,6 +67,7 @@ TABLE = (
     Feature("prompt_logprobs", False, True, "as above; such a prompt takes no prefix-cache hit"),
     Feature("embed", False, True, "pooling last or mean"),
     Feature("async_depth", False, True, "steps in flight above 1"),
+    Feature("speculative", False, True, "ngram or draft; the ids stay those of plain decoding"),
 )
 
 

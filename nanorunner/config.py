@@ -15,6 +15,8 @@ from typing import Any
 
 from nanorunner.did_you_mean import did_you_mean
 from nanorunner.field_types import check_types
+from nanorunner.rank_rules import check_rank_rules
+from nanorunner.speculative import check_speculation
 
 CHOICES = {
     "runner": ("v1", "v2"),
@@ -24,6 +26,8 @@ CHOICES = {
     "attention_backend": ("auto", "torch", "triton", "flash_attn"),
     "all_reduce": ("auto", "nccl", "peer"),
 }
+
+TAP_LEVELS = (0, 1, 2)
 
 # Names that users bring along from vLLM, and the field that each one means here.
 ALIASES = {
@@ -70,6 +74,16 @@ class Config:
     start_timeout_s: float = 600.0
     step_times: bool = False  # record where each step's time goes; Engine.spans() has it
     trace: str | None = None  # folder to which each rank writes that when the engine closes
+    tap: int = 0  # 1: print a line for each frame that rank 0 sends; 2: with its arguments
+    tap_json: str | None = None  # file to which the same goes as JSON lines
+    check_ranks: bool = False  # slow: prove that ranks agree, in every step and about the weights
+    share_gpu: bool = False  # slow: every rank on GPU 0, for a machine with fewer GPUs than ranks
+    speculative: str = "off"  # off | ngram | draft: who proposes tokens to be verified
+    draft_model: str | None = None  # folder, hub id or preset; for draft
+    num_speculative_tokens: int | None = None  # drafts a step; None: 7 for ngram, 4 for draft
+    ngram_min: int | None = None  # shortest suffix that is looked up; None: 2
+    ngram_max: int | None = None  # and the longest; None: 4
+    speculative_adaptive: bool = True  # turn it down where it loses
 
 
 def make_config(settings: Mapping[str, Any]) -> Config:
@@ -95,7 +109,7 @@ def make_config(settings: Mapping[str, Any]) -> Config:
         values[name] = value
     if "dtype" in values:  # torch.float32 as well as "float32"
         values["dtype"] = str(values["dtype"]).removeprefix("torch.")
-    for name in ("model", "trace"):
+    for name in ("model", "trace", "tap_json"):
         if hasattr(values.get(name), "__fspath__"):
             values[name] = str(values[name])
     config = Config(**values)
@@ -124,7 +138,13 @@ def check(config: Config) -> None:
         raise ValueError(f"seed {config.seed}: use a 64-bit integer")
     if config.trace == "":
         raise ValueError("trace '': name a folder, or leave it out")
+    if config.tap not in TAP_LEVELS:
+        raise ValueError(f"tap {config.tap}: use 1 (a line a frame), 2 (with arguments) or 0 (off)")
+    if config.tap_json == "":
+        raise ValueError("tap_json '': name a file, or leave it out")
     _check_pairs(config)
+    check_speculation(config)
+    check_rank_rules(config)
 
 
 def _check_counts(config: Config) -> None:

@@ -44,7 +44,7 @@ class Fact(NamedTuple):
     problem: str = ""
 
 
-def doctor(tp: int, device: str) -> int:
+def doctor(tp: int, device: str, share_gpu: bool = False) -> int:
     """Print the report and return the exit code: 0 when ready, 2 when not."""
     problems: list[str] = []
     for check in (_platform, _packages, _machine, shared_memory_facts):
@@ -52,11 +52,11 @@ def doctor(tp: int, device: str) -> int:
         if problems and check is not shared_memory_facts:
             break  # what follows would fail for the same reason
     if not problems:
-        problems = _print([_trial(tp, device)])
+        problems = _print([_trial(tp, device, share_gpu)])
     if problems:
         print(f"not ready for tp {tp}: {problems[0]}")
         return REFUSED
-    print(f"ready for tp {tp}")
+    print(f"ready for tp {tp}{' on one GPU (--share-gpu)' if share_gpu else ''}")
     return OK
 
 
@@ -124,7 +124,7 @@ def shared_memory_facts() -> list[Fact]:
     ]
 
 
-def _trial(tp: int, device: str) -> Fact:
+def _trial(tp: int, device: str, share_gpu: bool) -> Fact:
     """Start a tiny random model on tp ranks and let it answer."""
     start = time.monotonic()
     try:
@@ -132,20 +132,21 @@ def _trial(tp: int, device: str) -> Fact:
             shape = load_preset("tiny-llama")
             shape["num_attention_heads"] = max(shape["num_attention_heads"], tp)
             (Path(folder) / "config.json").write_text(json.dumps(shape), encoding="utf-8")
-            reason = _run_trial(folder, tp, device)
+            reason = _run_trial(folder, tp, device, share_gpu)
     except Exception as error:  # whatever a start can die of is what the user asked to hear
         return Fact("trial", "failed", str(error) or type(error).__name__)
     seconds = time.monotonic() - start
     return Fact("trial", f"a tiny model answered on {tp} rank(s) in {seconds:.1f} s; {reason}")
 
 
-def _run_trial(folder: str, tp: int, device: str) -> str:
+def _run_trial(folder: str, tp: int, device: str, share_gpu: bool) -> str:
     from nanorunner.llm import LLM
 
     settings = {
         "model": folder,
         "tp": tp,
         "device": device,
+        "share_gpu": share_gpu,
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "enforce_eager": True,

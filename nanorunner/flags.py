@@ -41,6 +41,18 @@ ENGINE_HELP = {
     "start_timeout_s": "longest wait for the ranks to start (default 600)",
     "step_times": "record where each step's time goes, and print it at the end",
     "trace": "write what each rank did when, to DIR/rank-N.jsonl, at the end",
+    "tap": "print a line for each frame that rank 0 sends; 2: with its arguments",
+    "tap_json": "write the same to FILE, a JSON object a line",
+    "check_ranks": "prove that the ranks agree: weights against the checkpoint, values in every "
+    "step; slow",
+    "share_gpu": "put every rank on GPU 0, over gloo, when there are fewer GPUs than ranks; slow",
+    "speculative": "who proposes tokens that a step verifies together: off (default), ngram (the "
+    "request's own text) or draft (a small model)",
+    "draft_model": "the small model for --speculative draft: folder, hub id or preset",
+    "num_speculative_tokens": "drafts a step (default 7 for ngram, 4 for draft)",
+    "ngram_min": "shortest suffix that ngram looks up (default 2)",
+    "ngram_max": "longest suffix that ngram looks up (default 4)",
+    "speculative_adaptive": "turn speculation down where it loses (default on)",
 }
 SAMPLING_HELP = {
     "max_tokens": "most ids to generate for a prompt (default 256)",
@@ -66,7 +78,8 @@ COUNTS = (
     "num_blocks",
     "max_tokens",
 )
-METAVARS = {"trace": "DIR"}
+METAVARS = {"trace": "DIR", "tap": "LEVEL", "tap_json": "FILE"}
+OPTIONAL = {"tap": 1}  # what the flag means without a value
 SHORT = {"tp": "--tensor-parallel-size", "step_timeout_s": "--step-timeout"}
 
 
@@ -173,6 +186,8 @@ def _add(group: argparse._ArgumentGroup, name: str, kind: str, help_text: str) -
         convert = _count
     by_kind = {"int": "N", "float": "X", "str": "NAME"}[kind.split(" |")[0]]
     metavar = METAVARS.get(name, by_kind)
+    if name in OPTIONAL:
+        settings |= {"nargs": "?", "const": OPTIONAL[name]}
     group.add_argument(*flags, type=convert, metavar=metavar, **settings)
 
 

@@ -16,9 +16,11 @@ from nanorunner.config import Config, check
 from nanorunner.machine import Machine, probe
 from nanorunner.model_source import ModelSource, resolve_model
 from nanorunner.platforms import platform_problem
+from nanorunner.rank_rules import why_eager
+from nanorunner.resolve_speculation import resolve_speculation
 from nanorunner.workers.architectures import parse
 from nanorunner.workers.checkpoint import check_checkpoint
-from nanorunner.workers.messages import BLOCK_SIZE, RunnerConfig
+from nanorunner.workers.messages import BLOCK_SIZE, RunnerConfig, Speculation
 from nanorunner.workers.model_config import ITEM_BYTES, ModelConfig
 from nanorunner.workers.shards import check_tp
 
@@ -62,11 +64,12 @@ def resolve(config: Config, machine: Machine | None = None) -> Resolved:
     config = _resolve_length(config, model, notes)
     config = _resolve_runner(config)
     check_tp(config.tp, model.num_heads)
-    kv_cache_bytes = _resolve_kv_cache(config, model, machine, notes)
+    speculation = resolve_speculation(config, model, notes)
+    kv_cache_bytes = _resolve_kv_cache(config, model, speculation, notes)
     _check_memory(config, model, machine)
     if source.load_format == "safetensors":
         check_checkpoint(source.folder, model)
-    runner_config = _runner_config(config, model, source, kv_cache_bytes)
+    runner_config = _runner_config(config, model, source, kv_cache_bytes, speculation)
     return Resolved(
         config=config,
         runner_config=runner_config,
@@ -85,15 +88,27 @@ def _resolve_device(config: Config, machine: Machine, notes: list[str]) -> Confi
         reason = "as asked"
     if device == "cpu" and config.all_reduce != "auto":
         raise ValueError(f"all_reduce {config.all_reduce}: needs NVIDIA GPUs; use auto")
+    if device == "cpu" and config.share_gpu:
+        raise ValueError(
+            f"share_gpu: {machine.cuda_problem or reason}; ranks on a CPU share it anyway, so "
+            f"leave it out"
+        )
     if device == "cpu":
         notes.append(f"device cpu: {reason}; {machine.cores} core(s) for {config.tp} rank(s)")
         return replace(config, device=device)
     if not machine.gpus:
         raise ValueError(f"device cuda: {machine.cuda_problem}; use --device cpu")
+    if config.share_gpu:
+        notes.append(
+            f"device cuda: {reason}; --share-gpu: all {config.tp} ranks work on GPU 0, "
+            f"{machine.gpus[0].name}, to show tp {config.tp}, not for speed"
+        )
+        return replace(config, device=device)
     if config.tp > num_gpus:
         raise ValueError(
             f"tp {config.tp}: {num_gpus} GPU(s) on this machine, one is needed for each rank; "
-            f"use --tp {num_gpus} or fewer, or --device cpu"
+            f"use --tp {num_gpus} or fewer, --device cpu, or --share-gpu, which puts every rank "
+            f"on GPU 0"
         )
     notes.append(f"device cuda: {reason}; {config.tp} x {machine.gpus[0].name}")
     return replace(config, device=device)
@@ -103,7 +118,8 @@ def _resolve_dtype(
     config: Config, model: ModelConfig, machine: Machine, notes: list[str]
 ) -> Config:
     dtype = config.dtype
-    old_gpus = [gpu for gpu in machine.gpus[: config.tp] if gpu.capability < (8, 0)]
+    num_gpus = 1 if config.share_gpu else config.tp
+    old_gpus = [gpu for gpu in machine.gpus[:num_gpus] if gpu.capability < (8, 0)]
     reason = "as asked"
     if dtype == "auto" and config.device == "cpu":
         dtype, reason = "float32", "what every CPU multiplies well"
@@ -182,11 +198,12 @@ def _resolve_runner(config: Config) -> Config:
             f"max_num_reqs {rows}: {depth} steps in flight may hold max_num_seqs "
             f"({config.max_num_seqs}) rows each; use {depth * config.max_num_seqs} or more"
         )
-    return replace(config, async_depth=depth, max_num_reqs=rows)
+    is_eager = config.enforce_eager or (config.device == "cuda" and bool(why_eager(config)))
+    return replace(config, async_depth=depth, max_num_reqs=rows, enforce_eager=is_eager)
 
 
 def _resolve_kv_cache(
-    config: Config, model: ModelConfig, machine: Machine, notes: list[str]
+    config: Config, model: ModelConfig, speculation: Speculation | None, notes: list[str]
 ) -> int | None:
     """Return the bytes of KV cache a rank may take; None on a GPU: what its memory leaves."""
     if config.num_blocks is not None:
@@ -195,14 +212,20 @@ def _resolve_kv_cache(
     if config.kv_cache_gib is not None:
         notes.append(f"KV cache {config.kv_cache_gib:g} GiB a rank: as asked")
         return int(config.kv_cache_gib * GIB)
-    if config.device == "cuda":
+    if config.device == "cuda" and not config.share_gpu:
         notes.append(f"KV cache: what is left of {config.gpu_memory_utilization:.0%} of each GPU")
         return None
     assert config.max_model_len is not None, "the length is resolved before the KV cache"
     blocks = config.max_num_seqs * -(-config.max_model_len // BLOCK_SIZE)
-    widest = blocks * BLOCK_SIZE * kv_token_bytes(model, config.dtype)
+    token_bytes = kv_token_bytes(model, config.dtype)
+    if speculation is not None and speculation.draft is not None:
+        token_bytes += kv_token_bytes(speculation.draft, config.dtype)
+    widest = blocks * BLOCK_SIZE * token_bytes
     limit = min(GIB, widest)
-    notes.append(f"KV cache at most {limit / GIB:.2g} GiB a rank; --kv-cache-gib changes it")
+    reason = " (of a shared GPU no rank can tell what is left)" if config.share_gpu else ""
+    notes.append(
+        f"KV cache at most {limit / GIB:.2g} GiB a rank{reason}; --kv-cache-gib changes it"
+    )
     return limit
 
 
@@ -231,21 +254,28 @@ def _check_memory(config: Config, model: ModelConfig, machine: Machine) -> None:
             )
         return
     gpu = machine.gpus[0]
-    share = weights / config.tp
+    share = weights if config.share_gpu else weights / config.tp
+    whose, way_out = "a rank's weights", "a larger --tp"
+    if config.share_gpu:
+        whose, way_out = f"the weights of {config.tp} ranks", "a smaller model"
     room = gpu.total_bytes * config.gpu_memory_utilization
     if gpu.free_bytes is not None:
         room = min(room, gpu.free_bytes)
     if share > room:
         raise ValueError(
-            f"GPU 0: a rank's weights take {share / GIB:.1f} GiB, but "
+            f"GPU 0: {whose} take {share / GIB:.1f} GiB, but "
             f"gpu_memory_utilization {config.gpu_memory_utilization:g} and other programs leave "
-            f"{room / GIB:.1f} GiB; use a larger --tp, a higher "
+            f"{room / GIB:.1f} GiB; use {way_out}, a higher "
             f"--gpu-memory-utilization, or free the GPU"
         )
 
 
 def _runner_config(
-    config: Config, model: ModelConfig, source: ModelSource, kv_cache_bytes: int | None
+    config: Config,
+    model: ModelConfig,
+    source: ModelSource,
+    kv_cache_bytes: int | None,
+    speculation: Speculation | None,
 ) -> RunnerConfig:
     assert config.max_model_len is not None, "the length is resolved before the runner's settings"
     assert config.async_depth is not None, "the depth is resolved before the runner's settings"
@@ -274,6 +304,9 @@ def _runner_config(
         step_timeout_s=config.step_timeout_s,
         start_timeout_s=config.start_timeout_s,
         spans=config.step_times or config.trace is not None,
+        check_ranks=config.check_ranks,
+        share_gpu=config.share_gpu,
+        speculation=speculation,
     )
 
 
@@ -283,10 +316,12 @@ def _model_notes(config: Config, source: ModelSource, model: ModelConfig) -> lis
     if config.device == "cpu":
         graphs = "off: a CPU has none"
     elif config.enforce_eager:
-        graphs = "off: --enforce-eager"
+        graphs = f"off: {why_eager(config) or '--enforce-eager'}"
     sums = "none: one rank"
     if config.tp > 1:
         sums = "gloo" if config.device == "cpu" else ALL_REDUCES[config.all_reduce]
+    if config.share_gpu:
+        sums = "gloo, through host memory"
     return [
         f"model {source.name}: {model.architecture}, {model.num_layers} layers, "
         f"{model.num_heads} query and {model.num_kv_heads} KV heads of {model.head_dim}; {weights}",
@@ -295,5 +330,6 @@ def _model_notes(config: Config, source: ModelSource, model: ModelConfig) -> lis
         note(config.runner),
         f"CUDA graphs {graphs}",
         *(["batch-invariant: fixed tiles, sums in rank order"] if config.batch_invariant else []),
+        *(["check-ranks: weights and every step; slow"] if config.check_ranks else []),
         f"all-reduce {sums}",
     ]

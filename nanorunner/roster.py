@@ -11,6 +11,7 @@ The scheduler decides who moves; this file keeps rows, blocks and published pref
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 
 import numpy as np
@@ -80,14 +81,35 @@ class Roster:
         """Blocks that hold so many positions."""
         return -(-num_tokens // self.block_size)
 
-    def grow(self, row: int) -> tuple[int, bytes]:
-        """Give the row one more block; return its request's id and the packed block id."""
-        request = self.table.request(row)
-        block = self.blocks.take(1)
-        request.blocks += block
-        self.table.block_end[row] += self.block_size
-        self.table.set_due(row)
-        return request.request_id, np.array(block, dtype=np.int32).tobytes()
+    def needy(self, rows: Rows, query_len: int) -> tuple[Rows, int]:
+        """Return which of the rows need blocks for a step of query_len positions each, how many.
+
+        Nothing is ever written from a row's limit on, so that needs no room.
+        """
+        table = self.table
+        end = table.computed[rows] + query_len
+        if table.stride > 1:  # else it never passes the limit
+            end = np.minimum(end, table.limit[rows])
+        is_needy = end > table.block_end[rows]
+        needy = rows[is_needy]
+        if query_len == 1:
+            return needy, needy.size
+        num_missing = end[is_needy] - table.block_end[needy]
+        return needy, int((-(-num_missing // self.block_size)).sum())
+
+    def grow(self, row: int, query_len: int) -> tuple[int, bytes]:
+        """Give a needy row the blocks for that; return its request's id and the block ids."""
+        table, request = self.table, self.table.request(row)
+        count = 1
+        if query_len > 1:
+            end = min(table.computed.item(row) + query_len, table.limit.item(row))
+            count = self.num_blocks_for(end) - len(request.blocks)
+        blocks = self.blocks.take(count)
+        request.blocks += blocks
+        table.block_end[row] = len(request.blocks) * self.block_size
+        table.set_due(row)
+        # an array of Python's own: for a block or two a quarter of what numpy's takes
+        return request.request_id, array("i", blocks).tobytes()
 
     def due(self) -> Rows:
         """The decoding rows that need a look before and after the next step."""
@@ -95,14 +117,19 @@ class Roster:
         return self.decoding[is_due] if np.count_nonzero(is_due) else NO_ROWS
 
     def publish_ready(self, rows: Rows) -> list[int]:
-        """Publish, and return, these rows' blocks that are full, enqueued and of known ids."""
+        """Publish, and return, these rows' blocks that are full, enqueued and of known ids.
+
+        Each row is in the step just made, so `computed`, even as the most that it can be, serves:
+        that step begins at the newest id at the latest, so all known ids of a decoding row have
+        their KV behind it, and what drafts leave behind them is in no block of known ids alone.
+        """
         table, size = self.table, self.block_size
         settled = np.minimum(table.known[rows], table.computed[rows])
         published: list[int] = []
         for row in rows[settled >= table.publish_end[rows]].tolist():
             request = table.request(row)
-            first = int(table.publish_end[row]) // size - 1
-            full = int(min(table.known[row], table.computed[row])) // size
+            first = table.publish_end.item(row) // size - 1
+            full = min(table.known.item(row), table.computed.item(row)) // size
             extend_digests(request.digests, table.ids(row), full, size)
             for index in range(first, full):
                 block = request.blocks[index]

@@ -13,6 +13,10 @@ With depth 2 a step is scheduled while the one before it is unread: the ids it c
 on the devices only, so here a request's `computed` runs ahead of its `known`. A stop found late
 then drops one sampled id; an end by length is foreseen.
 
+With speculation a step may hold q = 1 + K positions of each decode: its newest token and K drafts,
+of which the device accepts as many as come true. Until it is read, `computed` is the most that may
+have been computed, and `sure` the least that will be known (running_table.py, speculation.py).
+
 Rows and blocks return when the last step that contains the request has been read. When blocks are
 short and a step is unread, schedule() returns None: reading it may free some. So a preempted
 request never has ids in flight.
@@ -21,24 +25,21 @@ request never has ids in flight.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from functools import partial
-from itertools import repeat
 
 import numpy as np
 
 from nanorunner.admission import add_chunk, admit
 from nanorunner.block_manager import BlockManager
+from nanorunner.draft_control import DraftController
 from nanorunner.request import NO_ROW, Request, RequestUpdate
+from nanorunner.request_updates import tell
 from nanorunner.roster import NO_ROWS, Roster
 from nanorunner.running_table import NO_IDS, Rows, RunningTable
-from nanorunner.sampled_ids import SampledIds
+from nanorunner.sampled_ids import SampledIds, place_ids
 from nanorunner.scheduler_stats import SchedulerStats
+from nanorunner.speculation import DraftBooks, check_drafts
 from nanorunner.step_plan import ScheduledStep, StepPlan
-from nanorunner.workers.messages import BLOCK_SIZE, Int32, RequestExtras, StepInput, StepOutput
-
-# Without a Python call: 256 of those would cost more than all the rest of a step.
-_make_update: Callable[[tuple[object, ...]], RequestUpdate] = partial(tuple.__new__, RequestUpdate)
+from nanorunner.workers.messages import BLOCK_SIZE, Int32, StepInput, StepOutput
 
 
 class Scheduler:
@@ -60,6 +61,8 @@ class Scheduler:
         depth: int = 1,
         send_sampled_ids: bool = True,
         block_size: int = BLOCK_SIZE,
+        num_speculative_tokens: int = 0,
+        controller: DraftController | None = None,
     ) -> None:
         if max_num_seqs < 1 or max_model_len < 2 or depth < 1:
             raise ValueError(
@@ -72,6 +75,7 @@ class Scheduler:
                 f"{max_num_seqs}: a step could not hold one token of each; raise the first or "
                 f"lower the second"
             )
+        check_drafts(num_speculative_tokens, max_num_seqs, max_num_batched_tokens, send_sampled_ids)
         if send_sampled_ids and depth > 1:
             raise ValueError(
                 f"depth {depth}: runner v1 gets its sampled ids from rank 0, so its depth is 1"
@@ -83,15 +87,18 @@ class Scheduler:
         self.eos_token_ids = eos_token_ids
         self.stats = SchedulerStats()
         # Each unread step may hold max_num_seqs rows that have ended beside those that go on.
-        table = RunningTable(depth * max_num_seqs, max_model_len, block_size)
+        stride = 1 + num_speculative_tokens
+        table = RunningTable(depth * max_num_seqs, max_model_len, block_size, stride)
         self.roster = Roster(table, BlockManager(num_blocks), prefix_cache)
+        self.drafts = DraftBooks(num_speculative_tokens, controller, self.stats)
         self._send_sampled_ids = send_sampled_ids
         self._ids = SampledIds(vocab_size, eos_token_ids)
         self._unread: deque[ScheduledStep] = deque()
         self._next_step_id = 0
-        # The last step's rows, if each had one token, and their request ids. The roster replaces
-        # its decoding rows when any of them changes, so the same array is the same batch.
+        # The last step's rows, if all were decodes, with their tokens each and the sample_ids. The
+        # roster replaces its decoding rows when any of them changes: same array, same batch.
         self._last_decodes: Rows | None = None
+        self._last_query_len = 1
         self._last_decode_ids: Int32 = NO_IDS
         self._sampled_bytes = b""  # for the next StepInput, runner v1
         self._failed: list[RequestUpdate] = []
@@ -171,13 +178,18 @@ class Scheduler:
     def schedule(self) -> ScheduledStep | None:
         """Return the next step, or None when nothing can run (before older steps are read)."""
         assert len(self._unread) < self.depth, f"{len(self._unread)} steps are unread"
-        roster, plan = self.roster, StepPlan(self.max_num_batched_tokens)
+        roster = self.roster
+        num_decodes = len(roster.decoding)
+        plan = StepPlan(self.max_num_batched_tokens)
+        if roster.table.stride > 1:
+            plan.query_len = self.drafts.query_len(num_decodes)
         due = roster.due()
         if due.size:
             if not self._grow_decodes(plan, due):
                 return None
-            due = due[roster.table.alive[due]]
-        plan.budget -= len(roster.decoding)
+            if len(roster.decoding) < num_decodes:  # some had to make room
+                due = due[roster.table.alive[due]]
+        plan.budget -= len(roster.decoding) * plan.query_len
         self._continue_prefills(plan)
         # Blocks that a preemption freed belong to those who were short of them.
         if not plan.has_preempted:
@@ -187,15 +199,19 @@ class Scheduler:
         return self._seal(plan, due)
 
     def _grow_decodes(self, plan: StepPlan, due: Rows) -> bool:
-        """Give a block to each decode that has filled its last; False: read a step first."""
-        roster, table = self.roster, self.roster.table
-        needy = due[table.computed[due] == table.block_end[due]]
-        if needy.size > roster.blocks.num_free:
+        """Give blocks to each decode that would outgrow its own; False: read a step first."""
+        roster, num_free = self.roster, self.roster.blocks.num_free
+        needy, num_missing = roster.needy(due, plan.query_len)
+        if plan.query_len > 1 and num_missing > num_free:
+            # Drafts are worth no wait and no preemption, and nobody ends for want of their blocks.
+            plan.query_len = 1
+            needy, num_missing = roster.needy(due, 1)
+        if num_missing > num_free:
             if self._unread:
                 return False
             needy = self._make_room(plan, needy)
         for row in needy.tolist():
-            plan.new_blocks.append(roster.grow(row))
+            plan.new_blocks.append(roster.grow(row, plan.query_len))
         return True
 
     def _make_room(self, plan: StepPlan, needy: Rows) -> Rows:
@@ -238,8 +254,13 @@ class Scheduler:
         roster, table = self.roster, self.roster.table
         rows = sample_rows = decodes = roster.decoding
         pooled_rows = NO_ROWS
-        is_same_batch = not plan.chunks and decodes is self._last_decodes
-        table.computed[decodes] += 1
+        query_len, num_decodes = plan.query_len, len(decodes)
+        is_same_batch = (
+            not plan.chunks
+            and decodes is self._last_decodes
+            and query_len == self._last_query_len
+        )
+        table.computed[decodes] += query_len
         if plan.chunks:
             chunk_rows = np.array([row for row, _ in plan.chunks], dtype=np.int64)
             rows = np.concatenate((decodes, chunk_rows))
@@ -248,9 +269,16 @@ class Scheduler:
             sample_rows = np.concatenate((decodes, completed[~is_pooled]))
             pooled_rows = completed[is_pooled]
             due = np.concatenate((due, chunk_rows))
+        if table.stride > 1:
+            table.sure[sample_rows] += 1
         table.last_step[rows] = self._next_step_id
-        sample_ids = self._last_decode_ids if is_same_batch else table.request_id[sample_rows]
-        self._last_decodes, self._last_decode_ids = None if plan.chunks else rows, sample_ids
+        sample_ids = self._last_decode_ids
+        if not is_same_batch:
+            sample_ids = table.request_id[sample_rows]
+            if query_len > 1:
+                sample_ids = place_ids(sample_ids, num_decodes, query_len)
+        self._last_decodes, self._last_query_len = None if plan.chunks else rows, query_len
+        self._last_decode_ids = sample_ids
         removed, roster.removed = roster.removed, []
         sampled_ids, self._sampled_bytes = self._sampled_bytes, b""
         step_input = StepInput(
@@ -265,20 +293,29 @@ class Scheduler:
 
         # A row whose sample will reach its limit is foreseen to end: it is not launched again.
         roster.decoding = sample_rows
-        if due.size and np.count_nonzero(table.computed[due] + 1 >= table.limit[due]):
-            goes_on = table.computed[sample_rows] + 1 < table.limit[sample_rows]
+        if due.size and np.count_nonzero(table.sure_ids(due) >= table.limit[due]):
+            goes_on = table.sure_ids(sample_rows) < table.limit[sample_rows]
             roster.decoding = sample_rows[goes_on]
         # Last, so that a block is visible from the next step on, whose reads follow its writes.
         published = roster.publish_ready(due) if due.size else []
-        step = ScheduledStep(step_input, rows, sample_rows, sample_ids, pooled_rows, published)
+        step = ScheduledStep(
+            step_input,
+            rows,
+            sample_rows,
+            sample_ids,
+            pooled_rows,
+            published,
+            query_len,
+            num_decodes,
+        )
         self._unread.append(step)
         used_blocks = roster.blocks.num_blocks - roster.blocks.num_free
-        self.stats.count_step(len(decodes), plan.num_prefill_tokens, used_blocks)
+        self.stats.count_step(num_decodes, query_len, plan.num_prefill_tokens, used_blocks)
         return step
 
     def _pack_batch(self, plan: StepPlan, rows: Rows) -> bytes:
         """Return the (request id, tokens) pairs."""
-        pairs = np.ones((len(rows), 2), dtype=np.int32)
+        pairs = np.full((len(rows), 2), plan.query_len, dtype=np.int32)
         pairs[:, 0] = self.roster.table.request_id[rows]
         if plan.chunks:
             pairs[-len(plan.chunks) :, 1] = [count for _, count in plan.chunks]
@@ -298,24 +335,37 @@ class Scheduler:
         """
         roster, table = self.roster, self.roster.table
         step = self._unread.popleft()
-        new_ids = self._ids.check(step, output)
+        new_ids = self._ids.check(step, output, table)
         table.last_read = step.step_input.step_id
-        rows = step.sample_rows
+        rows, num_decodes = step.sample_rows, step.num_decodes
         if self._send_sampled_ids:
             self._sampled_bytes = new_ids.tobytes()
         if roster.leaving:  # else all that were in the step are alive
             alive = table.alive[rows]
-            self.stats.dropped_ids += len(rows) - int(np.count_nonzero(alive))
+            self.stats.dropped_ids += int(np.count_nonzero(new_ids[~alive] >= 0))
             rows, new_ids = rows[alive], new_ids[alive]
+            num_decodes = int(np.count_nonzero(alive[:num_decodes]))
 
-        is_full = table.append(rows, new_ids) >= table.limit[rows]
+        counts: Rows | None = None  # of the ids that each row keeps; None: one
+        if step.query_len > 1:
+            counts, stopped = self.drafts.settle(table, self._ids, rows, new_ids, num_decodes)
+            is_full = table.extend(rows, new_ids, counts) >= table.limit[rows]
+            if np.count_nonzero(table.sure[rows] >= table.limit[rows]):
+                # With what is in flight these reach their limit, now that so many were accepted.
+                going = roster.decoding
+                roster.decoding = going[table.sure[going] < table.limit[going]]
+        else:
+            stopped = self._ids.stopped(table, rows, new_ids)
+            is_full = table.append(rows, new_ids) >= table.limit[rows]
         reasons: dict[int, str] = {}  # of the rows whose request ends, "stop" before "length"
         if np.count_nonzero(is_full):
             reasons = dict.fromkeys(rows[is_full].tolist(), "length")
-        for row in self._ids.stopped(table, rows, new_ids):
+        for row in stopped:
             reasons[row] = "stop"
+        if self.drafts.controller is not None:
+            self.drafts.note_read(step, len(rows) if counts is None else int(counts.sum()))
 
-        updates = self._tell(rows, new_ids, reasons, output.extras)
+        updates = tell(table, rows, new_ids, counts, reasons, output.extras)
         for row in reasons:
             self._end(table.request(row))
         if step.pooled_rows.size:
@@ -323,32 +373,6 @@ class Scheduler:
         if reasons or step.pooled_rows.size:
             roster.forget_ended()
         roster.release_read()
-        return updates
-
-    def _tell(
-        self,
-        rows: Rows,
-        new_ids: Int32,
-        reasons: dict[int, str],
-        extras: dict[int, RequestExtras] | None,
-    ) -> list[RequestUpdate]:
-        """Return an update for each row that ends, with its reason, and for each not quiet."""
-        table = self.roster.table
-        is_quiet = table.is_quiet[rows]
-        num_quiet = int(np.count_nonzero(is_quiet))
-        updates: list[RequestUpdate] = []
-        if num_quiet < len(rows):
-            if num_quiet:
-                rows, new_ids = rows[~is_quiet], new_ids[~is_quiet]
-            ids, lists = table.request_id[rows].tolist(), [[new_id] for new_id in new_ids.tolist()]
-            why = map(reasons.get, rows.tolist()) if reasons else repeat(None, len(ids))
-            more = map(extras.get, ids) if extras else repeat(None, len(ids))
-            updates = list(map(_make_update, zip(ids, lists, why, more, strict=True)))
-        if num_quiet:
-            for row, reason in reasons.items():
-                if table.is_quiet[row]:
-                    request_id = int(table.request_id[row])
-                    updates.append(RequestUpdate(request_id, table.output_ids(row), reason))
         return updates
 
     def _end_pooled(self, step: ScheduledStep, output: StepOutput) -> list[RequestUpdate]:
@@ -371,3 +395,4 @@ class Scheduler:
         """Raise AssertionError unless every row and block is held by exactly its owners."""
         self.roster.check_integrity()
         assert len(self.roster.running()) <= self.max_num_seqs, "too many requests run"
+        self.roster.table.check_bounds(self.roster.decoding, is_exact=not self._unread)

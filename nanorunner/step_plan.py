@@ -14,6 +14,7 @@ class StepPlan:
     """The step being scheduled; its decodes are the roster's."""
 
     budget: int  # tokens that may still be added
+    query_len: int = 1  # tokens of each decode: its newest one, and drafts behind it
     num_prefill_tokens: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)  # (row, tokens), batch order
     completed: list[int] = field(default_factory=list)  # rows whose last chunk this is
@@ -29,6 +30,8 @@ class ScheduledStep(NamedTuple):
     step_input: StepInput
     rows: Rows  # every row in the batch, in batch order
     sample_rows: Rows  # those that sample
-    sample_ids: Int32  # their request ids
+    sample_ids: Int32  # their request ids, a decode's once for each of its tokens
     pooled_rows: Rows  # those whose embedding it completes
     published: list[int]  # blocks whose content this step completes
+    query_len: int  # tokens of each decode
+    num_decodes: int  # they are the first of rows and of sample_rows

@@ -22,6 +22,7 @@ from nanorunner.workers.spans import (
     BUBBLE,
     CPU,
     DOWNLOAD,
+    DRAFT,
     EXCHANGE,
     FORWARD,
     GPU,
@@ -49,7 +50,7 @@ LAUNCH = " launch"  # of the CPU's part of that name, where the GPU has one as w
 # In the order in which they are stacked: as they come in a step, what lies inside behind its lap.
 STACKED = (
     *(SCHEDULE, WIRE, APPLY, STAGE, PREPARE, FORWARD, ALL_REDUCE, SAMPLE, EXCHANGE, GRAPH),
-    *(DOWNLOAD, WAIT, UPDATE),
+    *(DRAFT, DOWNLOAD, WAIT, UPDATE),
 )
 INSIDE = {ALL_REDUCE: FORWARD, EXCHANGE: SAMPLE}
 ROW = "{:<18} {:<4} {:>11} {:>11} {:>11} {:>8}"

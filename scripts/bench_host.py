@@ -49,9 +49,11 @@ class StubGraphs(GraphManager):
         super().__init__(max_num_seqs, is_enabled=True)
         self._logits = torch.zeros(max_num_seqs, 1)
 
-    def dispatch(self, num_reqs: int, *, is_decode: bool, is_plain: bool) -> Descriptor | None:
+    def dispatch(
+        self, num_reqs: int, *, is_decode: bool, is_plain: bool, query_len: int = 1
+    ) -> Descriptor | None:
         """Return a descriptor for every decode."""
-        return Descriptor(num_reqs, PLAIN) if is_decode else None
+        return Descriptor(num_reqs, PLAIN, query_len) if is_decode else None
 
     def replay(self, descriptor: Descriptor) -> torch.Tensor:
         """Return nothing of worth."""

@@ -30,6 +30,7 @@ from nanorunner.kernels.uva import uva_zeros
 from nanorunner.workers import request_states
 from nanorunner.workers.device import Device
 from nanorunner.workers.messages import BLOCK_SIZE
+from nanorunner.workers.places import Places
 from nanorunner.workers.request_states import RequestStates
 from nanorunner.workers.staged_tensor import StagedWriter
 from nanorunner.workers.step_inputs import StepInputs
@@ -81,7 +82,7 @@ def measure(place: str, num_reqs: int, length: int) -> dict[str, float]:
     write_us = median_us(partial(stage, states, writer, num_reqs, length))
     states.tables.total_len.fill_(length)
     states.tables.prefill_len.fill_(length)
-    inputs.send(rows, counts, samples)
+    inputs.send(Places(rows, counts, samples))
     prepare = partial(
         prepare_mixed_inputs,
         inputs.header,

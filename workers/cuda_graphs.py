@@ -1,12 +1,13 @@
 """Runner v2's CUDA graphs: what is captured, when a graph may serve a step, and how often it did.
 
-    Descriptor(num_reqs, family)
+    Descriptor(num_reqs, family, query_len)
         PLAIN    input kernels, forward, logits, sampling, state advance: a whole step, one replay
         LOGITS   input kernels, forward, logits: for batches in which some row wants more of the
                  sampler than temperature and seed, which then follows outside
 
-A graph serves a batch when it is all decodes, of the family's kind, and not more than num_reqs;
-the smallest such graph is taken. Everything else runs eagerly. Every decision is counted.
+A graph serves a batch when it is all decodes, of the family's kind, of query_len places each (1:
+plain; more: they verify drafts), and not more than num_reqs; the smallest such graph is taken.
+Everything else runs eagerly. Every decision is counted.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from nanorunner.workers.spans import SpanRecorder
 PLAIN, LOGITS = "plain", "logits"
 FAMILIES = (PLAIN, LOGITS)
 EAGER = "eager"
+# A verify step wider than this is as long on the GPU as its launches take, so it needs no graph.
+MAX_VERIFY_PLACES = 512
 
 
 class Descriptor(NamedTuple):
@@ -33,6 +36,17 @@ class Descriptor(NamedTuple):
 
     num_reqs: int
     family: str
+    query_len: int = 1  # places of each (places.py)
+
+    @property
+    def num_places(self) -> int:
+        """Rows of the forward."""
+        return self.num_reqs * self.query_len
+
+    def __str__(self) -> str:
+        """Return the name that a dispatch is counted under."""
+        drafts = f" x {self.query_len}" if self.query_len > 1 else ""
+        return f"{self.family} {self.num_reqs}{drafts}"
 
 
 class CapturedGraph(NamedTuple):
@@ -94,10 +108,17 @@ class GraphManager:
     """
 
     def __init__(
-        self, max_num_seqs: int, *, is_enabled: bool, recorder: SpanRecorder | None = None
+        self,
+        max_num_seqs: int,
+        *,
+        is_enabled: bool,
+        recorder: SpanRecorder | None = None,
+        max_query_len: int = 1,
     ) -> None:
         self.sizes = capture_sizes(max_num_seqs) if is_enabled else []
-        self.dispatched: Counter[str] = Counter()  # "plain 8", "logits 8", "eager": steps so far
+        self.query_lens = (1,) if max_query_len == 1 else (1, max_query_len)
+        # "plain 8", "logits 8", "plain 8 x 5", "eager": steps so far
+        self.dispatched: Counter[str] = Counter()
         self.padded_rows = 0  # computed in vain
         self._recorder = recorder
         self._graphs: dict[Descriptor, list[CapturedGraph]] = {}
@@ -108,22 +129,36 @@ class GraphManager:
         Each runs once before; the caller sees to it that a run writes no live state.
         """
         pool = torch.cuda.graph_pool_handle()
-        for size in reversed(self.sizes):  # the largest first: the smaller ones fit in its memory
-            for family in FAMILIES:
-                descriptor = Descriptor(size, family)
-                self._graphs[descriptor] = capture_graph(
-                    partial(body, descriptor), pool, self._recorder
-                )
+        for descriptor in self._descriptors():
+            self._graphs[descriptor] = capture_graph(
+                partial(body, descriptor), pool, self._recorder
+            )
 
-    def dispatch(self, num_reqs: int, *, is_decode: bool, is_plain: bool) -> Descriptor | None:
+    def _descriptors(self) -> list[Descriptor]:
+        """Return all graphs, the largest first: the smaller ones fit in its memory."""
+        all_of_them = [
+            Descriptor(size, family, query_len)
+            for size in self.sizes
+            for family in FAMILIES
+            for query_len in self.query_lens
+            if query_len == 1 or size * query_len <= MAX_VERIFY_PLACES
+        ]
+        return sorted(all_of_them, key=lambda descriptor: -descriptor.num_places)
+
+    def dispatch(
+        self, num_reqs: int, *, is_decode: bool, is_plain: bool, query_len: int = 1
+    ) -> Descriptor | None:
         """Return the graph that serves this batch, None for an eager step; counts the decision."""
         place = bisect_left(self.sizes, num_reqs) if is_decode else len(self.sizes)
-        if place == len(self.sizes) or not self._graphs:
+        descriptor = None
+        if place < len(self.sizes):
+            family = PLAIN if is_plain else LOGITS
+            descriptor = Descriptor(self.sizes[place], family, query_len)
+        if descriptor not in self._graphs:
             self.dispatched[EAGER] += 1
             return None
-        descriptor = Descriptor(self.sizes[place], PLAIN if is_plain else LOGITS)
-        self.dispatched[f"{descriptor.family} {descriptor.num_reqs}"] += 1
-        self.padded_rows += descriptor.num_reqs - num_reqs
+        self.dispatched[str(descriptor)] += 1
+        self.padded_rows += descriptor.num_places - num_reqs * query_len
         return descriptor
 
     def replay(self, descriptor: Descriptor) -> torch.Tensor:

@@ -57,11 +57,11 @@ class Download:
 
 
 class Device:
-    """This rank's device: the CPU, or GPU number `rank`."""
+    """This rank's device: the CPU, or a GPU by its number (RunnerConfig.gpu_of)."""
 
-    def __init__(self, kind: str, rank: int) -> None:
+    def __init__(self, kind: str, gpu: int) -> None:
         self.kind = kind
-        self.torch_device = torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+        self.torch_device = torch.device("cuda", gpu) if kind == "cuda" else torch.device("cpu")
         self.is_cuda = kind == "cuda"
         if self.is_cuda:
             torch.cuda.set_device(self.torch_device)

@@ -4,6 +4,7 @@ The process group is made directly, not by init_process_group: rank 0 is the use
 which may have a default group of its own or hold two engines at once, and a group that failed must
 leave nothing global behind. NCCL on GPUs, gloo over the loopback on CPUs: same calls, same order.
 Small tensors on GPUs go through peer memory instead (peer_reducer.py), where the GPUs allow it.
+Ranks that share a GPU meet in host memory (host_relay.py).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from nanorunner.kernels.peer_all_reduce import sum_in_rank_order
 from nanorunner.kernels.rms_norm import add_rms_norm
+from nanorunner.workers.host_relay import HostRelay
 from nanorunner.workers.peer_memory import PeerMemoryUnavailable
 from nanorunner.workers.peer_reducer import PeerReducer
 
@@ -53,32 +55,37 @@ class Group:
         sums_in_rank_order: bool = False,
         all_reduce: str = NCCL,
         give_up_after_s: float = GIVE_UP_AFTER_S,
+        shares_gpu: bool = False,
     ) -> None:
         """Meet the other ranks; waits as long as the store does.
 
         all_reduce: on GPUs, AUTO sends small tensors through peer memory if that works and says in
         the log if not, PEER raises PeerMemoryUnavailable if not. give_up_after_s: how long a kernel
-        waits there for another rank's data.
+        waits there for another rank's data. shares_gpu: the device is the other ranks' too.
         """
         self.rank = rank
         self.tp = tp
         self.device = device
         # The libraries add in an order that follows from a tensor's size, so from the batch.
         self._sums_in_rank_order = sums_in_rank_order and tp > 1
-        self._group: Any = None  # a ProcessGroupGloo or ProcessGroupNCCL
+        self._group: Any = None  # a ProcessGroupGloo, ProcessGroupNCCL or HostRelay
         self.peers: PeerReducer | None = None
         if tp == 1:
             return
         if store is None:
             raise ValueError(f"tp {tp} needs a store for the ranks to meet at")
         timeout = timedelta(seconds=timeout_s)
-        if device.type == "cuda":
+        has_gpu = device.type == "cuda" and not shares_gpu
+        if has_gpu:
             self._group = _nccl_group(store, rank, tp, device, timeout)
+        elif shares_gpu:
+            gloo = _gloo_group(store, rank, tp, timeout)
+            self._group = HostRelay(gloo, device, give_up_after_s)
         else:
             self._group = _gloo_group(store, rank, tp, timeout)
         # the first collective connects the ranks: better here than inside a measured step
         self._reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM)
-        if device.type == "cuda" and all_reduce != NCCL:
+        if has_gpu and all_reduce != NCCL:
             self.peers = self._open_peers(store, all_reduce, give_up_after_s)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from nanorunner.workers.full_sampling import FullSampling
 from nanorunner.workers.model_config import ModelConfig
+from nanorunner.workers.shard_checksums import Checksums
 from nanorunner.workers.spans import RankSpans
 
 if TYPE_CHECKING:  # it imports torch, which a rank without a group does without
@@ -42,6 +43,7 @@ class NewRequest(NamedTuple):
     sampling: FullSampling
     # Runner v2: one of POOLINGS asks for an embedding of the prompt instead of output tokens.
     pooling: str = ""
+    token_limit: int = 0  # with speculation: tokens that it may have at most, output included
 
 
 class StepInput(NamedTuple):
@@ -56,8 +58,9 @@ class StepInput(NamedTuple):
     removed: bytes  # int32 request ids: finished, aborted or preempted since the last step
     new: tuple[NewRequest, ...]
     new_blocks: tuple[tuple[int, bytes], ...]  # (request id, int32 block ids to append)
-    # int32 pairs (request id, tokens scheduled) in batch order, decodes first.
-    # None: the same batch as the last step, one token each.
+    # int32 pairs (request id, tokens scheduled) in batch order, decodes first. A decode's tokens
+    # are its newest one and the drafts behind it, as many for every decode of a step.
+    # None: the same batch as the last step, which had decodes alone.
     batch: bytes | None
     # Runner v1 alone: int32 ids that rank 0 sampled in the last step, in the order in which that
     # step's sampling requests stood in its batch. Empty in v2, whose ranks have them on device.
@@ -65,13 +68,17 @@ class StepInput(NamedTuple):
 
     def to_wire(self) -> tuple[Any, ...]:
         """Return the bare tuple that is pickled."""
-        new = tuple((*r[:5], r.sampling.trimmed(), r.pooling) for r in self.new)
+        new = tuple(
+            # without speculation a request has no last field, so its bytes are what they were
+            (*r[:5], r.sampling.trimmed(), *(r[6:] if r.token_limit else r[6:7]))
+            for r in self.new
+        )
         return (*self[:2], new, *self[3:])
 
     @classmethod
     def from_wire(cls, wire: tuple[Any, ...]) -> StepInput:
         """Return the StepInput that to_wire made `wire` from."""
-        new = tuple(NewRequest(*(*r[:5], FullSampling(*r[5]), r[6])) for r in wire[2])
+        new = tuple(NewRequest(*(*r[:5], FullSampling(*r[5]), *r[6:])) for r in wire[2])
         return cls(wire[0], wire[1], new, *wire[3:])
 
 
@@ -89,17 +96,20 @@ class TokenLogprobs(NamedTuple):
 class RequestExtras(NamedTuple):
     """What a step brings one request beside its id, as far as it asked."""
 
-    logprobs: TokenLogprobs | None = None  # of the id, m = 1
+    logprobs: TokenLogprobs | None = None  # of the step's ids: m = 1, more with speculation
     prompt_logprobs: TokenLogprobs | None = None  # m = prompt_len - 1: from the second token on
     embedding: Float32 | None = None  # [hidden]
 
 
 class StepOutput(NamedTuple):
-    """What one step sampled, in batch order, requests with an unfinished prompt left out."""
+    """What one step sampled, in batch order, requests with an unfinished prompt left out.
+
+    A request that verified drafts is there once for each of its places, one behind the other.
+    """
 
     step_id: int
     request_ids: Int32  # [num_sampled]
-    token_ids: Int32  # [num_sampled]
+    token_ids: Int32  # [num_sampled]; -1: a draft was not accepted, -2: nor was one proposed
     extras: dict[int, RequestExtras] | None = None  # by request id; None: nobody asked
 
 
@@ -142,15 +152,30 @@ class Runner(Protocol):
     def spans(self) -> RankSpans:
         """Return what this rank has recorded; only where RunnerConfig.spans is set."""
 
+    def checksums(self) -> dict[str, Checksums]:
+        """Return the checksums of the weights that this rank holds."""
+
     def close(self) -> None:
         """Free what this rank holds; a second call does nothing."""
 
 
 # The methods a frame may name. Those with a reply send (frame, "ok", value) over the rank's pipe.
 METHODS_WITH_REPLY = frozenset(
-    {"load_model", "profile", "allocate_kv", "capture", "counters", "spans", "close"}
+    {"load_model", "profile", "allocate_kv", "capture", "counters", "spans", "checksums", "close"}
 )
 METHODS = METHODS_WITH_REPLY | {"step"}
+
+
+class Speculation(NamedTuple):
+    """How drafts are made and how many, when a step verifies drafts (proposer.py)."""
+
+    method: str  # ngram | draft
+    num_tokens: int  # drafts of a request in a step
+    ngram_min: int = 1  # ngram: the shortest and the longest suffix that is looked up
+    ngram_max: int = 1
+    draft: ModelConfig | None = None  # draft: the small model
+    checkpoint: str = ""  # its folder; "" when load_format is dummy
+    load_format: str = ""
 
 
 class Trace(NamedTuple):
@@ -188,3 +213,16 @@ class RunnerConfig:
     batch_invariant: bool = False  # results never depend on who shares the batch, not by a bit
     spans: bool = False  # record where each step's time goes (spans.py)
     trace: Trace | None = None  # and write it down at the end
+    tap: bool = False  # note when each frame is acked, for rank 0's tap (ack_stamps.py)
+    check_ranks: bool = False  # compare the ranks' values in every step (check_ranks.py)
+    share_gpu: bool = False  # every rank works on GPU 0, and they meet in host memory
+    speculation: Speculation | None = None  # None: each decode step brings a request one token
+
+    def gpu_of(self, rank: int) -> int:
+        """Return the number of the GPU that a rank works on; of no use on a CPU."""
+        return 0 if self.share_gpu else rank
+
+    @property
+    def max_query_len(self) -> int:
+        """Places that a decoding request takes in a step at most: its newest token, its drafts."""
+        return 1 if self.speculation is None else 1 + self.speculation.num_tokens

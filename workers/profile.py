@@ -16,8 +16,9 @@ from nanorunner.workers import kv_cache
 from nanorunner.workers.device import Device, MemoryUse
 from nanorunner.workers.messages import BLOCK_SIZE, KvRoom, RunnerConfig
 from nanorunner.workers.models.decoder import Decoder
+from nanorunner.workers.proposer import Proposer
 
-GIB = 1 << 30
+GIB, MIB = 1 << 30, 1 << 20
 MARGIN_BYTES = 64 << 20  # fragmentation between the rehearsal and the real thing
 
 logger = logging.getLogger("nanorunner")
@@ -32,6 +33,10 @@ class Profiled(Protocol):
     dtype: torch.dtype
     model: Decoder
     memory_before: MemoryUse | None
+
+    @property
+    def proposer(self) -> Proposer | None:
+        """What drafts, and may have a KV cache of its own."""
 
     def allocate_kv(self, num_blocks: int) -> None:
         """Allocate a KV cache."""
@@ -53,20 +58,46 @@ def measure_kv_room(runner: Profiled) -> KvRoom:
     size = kv_cache.block_bytes(
         config.model.num_layers, runner.model.local_kv_heads, config.model.head_dim, itemsize
     )
+    drafting = 0 if runner.proposer is None else runner.proposer.block_bytes()
+    if drafting:
+        logger.info(
+            "r%d KV cache: a block of %d tokens takes %.2f MiB for the model and %.2f MiB for the "
+            "draft model, %.2f MiB in all",
+            runner.rank,
+            BLOCK_SIZE,
+            size / MIB,
+            drafting / MIB,
+            (size + drafting) / MIB,
+        )
+        size += drafting
     blocks_a_request = -(-config.max_model_len // BLOCK_SIZE)
     all_requests = config.max_num_seqs * blocks_a_request
     if config.num_blocks is not None:
         return KvRoom(config.num_blocks, size, config.num_blocks * size)
-    if runner.device.is_cuda:
+    if runner.device.is_cuda and not config.share_gpu:
         room = _gpu_room(runner)
         if config.kv_cache_bytes is not None:
             room = min(room, config.kv_cache_bytes)
     else:
-        assert config.kv_cache_bytes is not None, "resolve.py sizes the cache of a CPU"
+        assert config.kv_cache_bytes is not None, "resolve.py sizes what cannot be measured"
+        if runner.device.is_cuda:
+            _try_widest_step(runner)
         room = config.kv_cache_bytes
     # more blocks than every request at its longest can fill would only cost memory; twice that
     # many keep finished prompts for the prefix cache
     return KvRoom(max(0, min(room // size, 2 * all_requests)), size, room)
+
+
+def _try_widest_step(runner: Profiled) -> None:
+    """Fail here, at the start, when a shared GPU has no memory for the step that takes the most.
+
+    How much it leaves cannot be measured: the other ranks allocate meanwhile.
+    """
+    runner.allocate_kv(num_blocks=1)
+    runner.widest_step()
+    runner.device.finish(runner.config.step_timeout_s)
+    runner.release_kv()
+    runner.device.release()
 
 
 def _gpu_room(runner: Profiled) -> int:

@@ -33,7 +33,7 @@ def join_group(config: RunnerConfig, rank: int, port: int) -> Group:
     """
     device = torch.device("cpu")
     if config.device == "cuda":
-        device = torch.device("cuda", rank)
+        device = torch.device("cuda", config.gpu_of(rank))
         torch.cuda.set_device(device)  # before the group: it must not have to guess
     store = None
     if config.tp > 1:
@@ -52,6 +52,7 @@ def join_group(config: RunnerConfig, rank: int, port: int) -> Group:
         all_reduce=config.all_reduce,
         # The watcher speaks first: its clock leaves out the time when the job was stopped.
         give_up_after_s=max(GIVE_UP_AFTER_S, 2 * config.step_timeout_s),
+        shares_gpu=config.share_gpu,
     )
 
 

@@ -4,9 +4,9 @@
               -> apply()                      one copy, one kernel: the tables are up to date
     advance_state (a kernel of the step)      moves the rows of the batch on, on the device
 
-The device is the truth for num_computed, total_len and last_sampled. The CPU keeps an upper bound
-of the first two (without speculation they are equal) so that it can say who samples without asking
-the device. A preemption is a removal; whoever comes back is a new request with a new row.
+The device is the truth for num_computed, total_len and last_sampled. The CPU keeps a lower bound of
+the first two (without speculation they are equal) so that it can say who samples without asking the
+device. A preemption is a removal; whoever comes back is a new request with a new row.
 """
 
 from __future__ import annotations
@@ -34,22 +34,29 @@ class RequestStates:
     tables: Owner: this object. Place: the device (token_ids perhaps in pinned host memory).
     Lifetime: the engine's; a row is valid from add() to remove(). Last writer: the staged-write
     kernel, then advance_state, both on the main stream.
-    computed, total, prefill_len [R]: the CPU's mirror, written by the CPU alone.
+    computed, total, prefill_len [R]: the CPU's mirror, written by the CPU alone. A step that
+    verifies drafts counts as one token there, which it brings at least.
     """
 
     def __init__(
-        self, num_rows: int, max_model_len: int, writer: StagedWriter, device: torch.device
+        self,
+        num_rows: int,
+        max_model_len: int,
+        writer: StagedWriter,
+        device: torch.device,
+        *,
+        speculates: bool = False,
     ) -> None:
+        """speculates: kernels look for drafts in the token table, and no row passes its limit."""
         self.rows = RequestRows(num_rows)
         self._writer = writer
         max_blocks = -(-max_model_len // BLOCK_SIZE)
         tokens_shape = (num_rows, max_model_len)
-        base = _token_table(tokens_shape, device)
+        base = None if speculates else _token_table(tokens_shape, device)
         self._token_ids = writer.table("token_ids", tokens_shape, torch.int32, base)
-        columns = {
-            name: writer.table(name, (num_rows,), torch.int32)
-            for name in ("num_computed", "total_len", "prefill_len", "prompt_len")
-        }
+        names = ["num_computed", "total_len", "prefill_len", "prompt_len"]
+        names += ["token_limit", "room"] if speculates else []
+        columns = {name: writer.table(name, (num_rows,), torch.int32) for name in names}
         self._columns = columns
         self._block_tables = writer.table("block_tables", (num_rows, max_blocks), torch.int32)
         self.prompt_len = columns["prompt_len"].tensor
@@ -61,9 +68,18 @@ class RequestStates:
             last_sampled=torch.zeros(num_rows, dtype=torch.int64, device=device),
             block_tables=self._block_tables.tensor,
         )
+        # [R] int32: positions that its blocks have room for, at most its token limit
+        self.room = columns["room"].tensor if speculates else None
+        if speculates:
+            self.tables = self.tables._replace(
+                num_drafts=torch.zeros(num_rows, dtype=torch.int32, device=device),
+                token_limit=columns["token_limit"].tensor,
+            )
         self.computed: Int64 = np.zeros(num_rows, np.int64)
         self.total: Int64 = np.zeros(num_rows, np.int64)
+        self.prefill_len: Int64 = np.zeros(num_rows, np.int64)
         self._num_blocks: Int64 = np.zeros(num_rows, np.int64)
+        self._token_limit: Int64 = np.zeros(num_rows, np.int64)
 
     def add(self, new: NewRequest) -> int:
         """Give a request a row and stage all that the device must know of it; return the row."""
@@ -74,9 +90,11 @@ class RequestStates:
         self._columns["total_len"].stage_elem(row, prefill_len)
         self._columns["prefill_len"].stage_elem(row, prefill_len)
         self._columns["prompt_len"].stage_elem(row, new.prompt_len)
+        if "token_limit" in self._columns:
+            self._columns["token_limit"].stage_elem(row, new.token_limit)
         self.computed[row] = new.num_computed
-        self.total[row] = prefill_len
-        self._num_blocks[row] = 0
+        self.total[row] = self.prefill_len[row] = prefill_len
+        self._num_blocks[row], self._token_limit[row] = 0, new.token_limit
         self.append_blocks(new.request_id, new.block_ids)
         return row
 
@@ -91,6 +109,9 @@ class RequestStates:
         start = int(self._num_blocks[row])
         self._block_tables.stage(row, start, block_ids)
         self._num_blocks[row] = start + len(block_ids) // 4
+        if "room" in self._columns:
+            room = int(self._num_blocks[row]) * BLOCK_SIZE
+            self._columns["room"].stage_elem(row, min(room, int(self._token_limit[row])))
 
     def remove(self, request_id: int) -> int | None:
         """Free the request's row and return it; a second call returns None.

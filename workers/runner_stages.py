@@ -22,14 +22,18 @@ import torch
 
 from nanorunner.kernels.compile_ahead import compile_ahead, threads_of_rank
 from nanorunner.kernels.triton_support import triton
-from nanorunner.kernels.warm_up import warm_up_attention, warm_up_fused_decode
 from nanorunner.workers import kv_cache
+from nanorunner.workers.attention_warm_up import exercise_attention
+from nanorunner.workers.check_ranks import RankCheck
+from nanorunner.workers.checked_group import CheckedGroup
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.messages import KvRoom, RunnerConfig
 from nanorunner.workers.models.decoder import Decoder
 from nanorunner.workers.profile import measure_kv_room
+from nanorunner.workers.proposer import Proposer
 from nanorunner.workers.rank_counters import RankCounters, read_counters
+from nanorunner.workers.shard_checksums import Checksums, shard_checksums
 from nanorunner.workers.span_recording import open_recorder
 from nanorunner.workers.spans import RankSpans
 from nanorunner.workers.trace_file import write_trace
@@ -58,10 +62,13 @@ class RunnerStages(ABC):
         self.has_graphs = device.is_cuda and not config.enforce_eager
         self.memory_before = device.memory() if device.is_cuda else None
         self.recorder = open_recorder(config, rank, device)  # None: no spans are wanted
+        self.check = RankCheck(config, group) if config.check_ranks else None
         # the ranks as model and sampler see them; at tp 1 there is nothing to time
-        self.peers: Group | TracedGroup = group
+        self.peers: Group | TracedGroup | CheckedGroup = group
         if self.recorder is not None and config.tp > 1:
             self.peers = TracedGroup(group, self.recorder)
+        if self.check is not None:
+            self.peers = CheckedGroup(group, self.check)
         self.model = Decoder(
             config.model,
             tp=config.tp,
@@ -75,18 +82,23 @@ class RunnerStages(ABC):
         )
         self.graphs: Any = None  # what capture_graphs() returned
 
+    @property
+    def proposer(self) -> Proposer | None:
+        """What drafts for this runner, and goes through the stages with it; None: nothing does."""
+        return None
+
     def load_model(self) -> None:
         """Fill this rank's share of the weights; kernels compile meanwhile (compile_ahead.py)."""
         start = time.perf_counter()
         if not self.device.is_cuda or triton is None:
-            load_weights(self.model, self.config)
+            self._load_weights()
             return
         device, threads = self.device.torch_device, threads_of_rank(self.config.tp)
         with compile_ahead(device, threads, self.config.start_timeout_s) as compilers:
             with compilers.rehearsal():
                 self._rehearse()
             rehearsed = time.perf_counter()
-            load_weights(self.model, self.config)
+            self._load_weights()
             self.device.finish(self.config.start_timeout_s)
             loaded = time.perf_counter()
             num_kernels = len(compilers.futures)
@@ -118,25 +130,39 @@ class RunnerStages(ABC):
         )
         self.k_caches = list(self.kv_cache[0])  # layer -> [num_blocks, 256, heads, dim]
         self.v_caches = list(self.kv_cache[1])
+        if self.proposer is not None:
+            self.proposer.allocate_kv(num_blocks)
 
     def release_kv(self) -> None:
         """Give the cache's memory back."""
         self.k_caches = self.v_caches = []
         self.kv_cache = torch.empty(0)
+        if self.proposer is not None:
+            self.proposer.release_kv()
 
     def capture(self) -> None:
         """Run every kind of step once, then capture the decode graphs."""
         self._exercise()
         self.graphs = self.capture_graphs()
+        if self.check is not None:
+            self.check.watch(self.model)
+
+    def _load_weights(self) -> None:
+        """Fill the model, and the draft model if there is one."""
+        load_weights(self.model, self.config)
+        if self.proposer is not None:
+            self.proposer.load()
 
     def _rehearse(self) -> None:
         """Make every launch of the later stages, on few layers and a cache of one block."""
-        layers = self.model.layers
+        drafting = None if self.proposer is None else self.proposer.decoder
         with ExitStack() as stack:
             self.allocate_kv(num_blocks=1)
             stack.callback(self.release_kv)
-            stack.callback(setattr, self.model, "layers", layers)
-            self.model.layers = layers[:REHEARSED_LAYERS]
+            for decoder in (self.model, drafting):
+                if decoder is not None:
+                    stack.callback(setattr, decoder, "layers", decoder.layers)
+                    decoder.layers = decoder.layers[:REHEARSED_LAYERS]
             self._exercise()
             self.widest_step()
             self.capture_graphs()
@@ -144,20 +170,10 @@ class RunnerStages(ABC):
     def _exercise(self) -> None:
         """Launch every attention kernel over no data, then run every kind of step once."""
         if self.config.attention_backend == "triton":
-            layer = self.model.layers[0]
-            caches = {"k_cache": self.k_caches[0], "v_cache": self.v_caches[0]}
-            width, heads = layer.qkv.shape[0], self.model.local_heads
-            num_reqs = self.config.max_num_seqs
-            warm_up_attention(width, heads, **caches, dtype=self.dtype, max_num_reqs=num_reqs)
-            warm_up_fused_decode(
-                width,
-                heads,
-                **caches,
-                cos_sin=self.model.cos_sin,
-                norms=(layer.q_norm, layer.k_norm),
-                dtype=self.dtype,
-                max_num_reqs=num_reqs,
-            )
+            max_places = self.config.max_num_seqs * self.config.max_query_len
+            exercise_attention(self.model, self.k_caches[0], self.v_caches[0], max_places)
+            if self.proposer is not None:
+                self.proposer.exercise()
         self.warm_up()
 
     @abstractmethod
@@ -171,6 +187,10 @@ class RunnerStages(ABC):
     @abstractmethod
     def capture_graphs(self) -> Any:
         """Return what holds the decode graphs, captured if has_graphs."""
+
+    def checksums(self) -> dict[str, Checksums]:
+        """Return the checksums of the weights that this rank holds; for between two steps."""
+        return shard_checksums(self.model)
 
     def counters(self) -> RankCounters:
         """Return what this rank has counted since its start; for between two steps."""
@@ -200,6 +220,8 @@ class RunnerStages(ABC):
         finally:
             self.graphs = None
             self.release_kv()
+            if self.proposer is not None:
+                self.proposer.close()
             self.model.release()
             self.group.close()
             self.device.release()

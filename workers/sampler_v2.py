@@ -24,7 +24,7 @@ from nanorunner.kernels.lm_head_sample import lm_head_sample
 from nanorunner.kernels.logit_edits import add_bias, ban_bad_words, ban_stop_ids, select_rows
 from nanorunner.kernels.logprobs import Logprobs, chunk_rows, logprobs
 from nanorunner.kernels.min_p import min_p_floor
-from nanorunner.kernels.penalties import apply_penalties
+from nanorunner.kernels.penalties import DraftTokens, apply_penalties
 from nanorunner.kernels.sample_keys import sample_keys
 from nanorunner.kernels.token_counts import count_sampled
 from nanorunner.kernels.token_keys import KEEP_ALL, SKIP_ROW, key_ids
@@ -70,7 +70,8 @@ class SamplerV2:
     """Samples for one rank.
 
     state: the sampling table. token_ids [R, max_model_len], prompt_len, prefill_len [R], all int32:
-    the state table, which the runner owns. group: the ranks.
+    the state table, which the runner owns. group: the ranks. total_len [R] int32, with speculation:
+    drafts lie in the token table behind it, and count as output for the places after them.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class SamplerV2:
         prompt_len: torch.Tensor,
         prefill_len: torch.Tensor,
         group: SamplerGroup,
+        total_len: torch.Tensor | None = None,
     ) -> None:
         self.state = state
         self._token_ids = token_ids
         self._prompt_len = prompt_len
         self._prefill_len = prefill_len
         self._group = group
+        self._total_len = total_len
         # [R] float32 on the device, never written: as a temperature it asks for the best token
         self._greedy = torch.zeros_like(state.column("temperature"))
         # A steady batch asks the same step after step: the last selections stay on the device.
@@ -240,7 +243,10 @@ class SamplerV2:
         if _any(needs, Need.PENALTIES):
             strengths = column("repetition"), column("presence"), column("frequency")
             pool = state.prompt_bits, state.output_counts
-            apply_penalties(edited, row_index, column("slot"), *strengths, *pool)
+            drafts = None
+            if self._total_len is not None:
+                drafts = DraftTokens(self._token_ids, self._total_len, positions, offset)
+            apply_penalties(edited, row_index, column("slot"), *strengths, *pool, drafts)
         if _any(needs, Need.BAD_WORDS):
             words = column("words"), column("word_ends"), column("num_words")
             history = self._token_ids, self._prompt_len

@@ -38,29 +38,41 @@ class DeviceExtras(NamedTuple):
         found.extend(embedding for _, embedding in self.embeddings)
         return found
 
-    def read(self, arrays: list[Array], request_ids: Int32) -> dict[int, RequestExtras]:
+    def read(
+        self, arrays: list[Array], request_ids: Int32, token_ids: Int32
+    ) -> dict[int, RequestExtras]:
         """Return each request's share of the values of tensors().
 
         request_ids [num_sampled]: whose the step's ids are, in the order in which groups count.
+        token_ids [num_sampled]: the ids; a negative one was not accepted and brings nothing.
         """
         values = iter(arrays)
         found: dict[int, RequestExtras] = {}
         for group in self.groups:
             all_rows = _take(values)
-            for index, place in enumerate(group.places.tolist()):
-                one, width = slice(index, index + 1), int(group.num_top[index]) + 1
+            for request_id, indices in _accepted(group, request_ids, token_ids).items():
+                width = int(group.num_top[indices[0]]) + 1
                 own = TokenLogprobs(
-                    all_rows.token_ids[one, :width],
-                    all_rows.logprobs[one, :width],
-                    all_rows.ranks[one],
+                    all_rows.token_ids[indices, :width],
+                    all_rows.logprobs[indices, :width],
+                    all_rows.ranks[indices],
                 )
-                found[int(request_ids[place])] = RequestExtras(logprobs=own)
+                found[request_id] = RequestExtras(logprobs=own)
         for request_id, _ in self.prompts:
             so_far = found.get(request_id, RequestExtras())
             found[request_id] = so_far._replace(prompt_logprobs=_take(values))
         for request_id, _ in self.embeddings:
             found[request_id] = RequestExtras(embedding=next(values))
         return found
+
+
+def _accepted(group: LogprobGroup, request_ids: Int32, token_ids: Int32) -> dict[int, list[int]]:
+    """Return the rows of a group that belong to each request's accepted ids, in their order."""
+    rows: dict[int, list[int]] = {}
+    for index, place in enumerate(group.places.tolist()):
+        if token_ids[place] >= 0:
+            rows.setdefault(int(request_ids[place]), []).append(index)
+    return rows
 
 
 def _take(values: Iterator[Array]) -> TokenLogprobs:

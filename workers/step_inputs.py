@@ -1,9 +1,12 @@
 """What the CPU sends up for one step, and the fixed buffers that the step's kernels fill from it.
 
     block [words] int32, one pinned copy a step, none when the batch is the last one's:
-        header (requests, tokens) | idx_mapping [S] | query_start_loc [S + 1] | logits_places [S]
+        header (requests, tokens) | idx_mapping [P] | query_start_loc [P + 1] | logits_places [P]
+        with speculation also
+        offsets [P] | header and rows [S] of those who get drafts | header and rows of them twice
 
-The block's device copy lies at one address, so the input kernels of a captured graph read it too.
+P places (places.py), S requests; without speculation a request is one place. The block's device
+copy lies at one address, so the input kernels of a captured graph read it too.
 """
 
 from __future__ import annotations
@@ -14,14 +17,21 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from nanorunner.kernels.state_tables import NUM_REQS, NUM_TOKENS, InputBuffers, LogitsRows
+from nanorunner.kernels.state_tables import (
+    NUM_REQS,
+    NUM_TOKENS,
+    NUM_VERIFIED,
+    QUERY_LEN,
+    InputBuffers,
+    LogitsRows,
+)
 from nanorunner.workers.messages import BLOCK_SIZE
 from nanorunner.workers.pinned_ring import PinnedRing
+from nanorunner.workers.places import Places
 
 HEADER_WORDS = 4
 
-Int64 = npt.NDArray[np.int64]
-Mask = npt.NDArray[np.bool_]
+Words = npt.NDArray[np.int32]
 
 
 class StepInputs:
@@ -38,16 +48,23 @@ class StepInputs:
         max_model_len: int,
         depth: int,
         device: torch.device,
+        max_query_len: int = 1,
     ) -> None:
-        self.max_num_seqs = max_num_seqs
-        size = max_num_seqs
-        starts = np.cumsum([0, HEADER_WORDS, size, size + 1, size])
-        self._num_words = int(starts[-1])
+        """max_query_len: places that a decoding request takes at most; above 1 with speculation."""
+        self.has_offsets = max_query_len > 1
+        size = max_num_seqs * max_query_len
+        lengths = [HEADER_WORDS, size, size + 1, size]
+        if self.has_offsets:
+            lengths += [size, HEADER_WORDS, max_num_seqs, HEADER_WORDS, 2 * max_num_seqs]
+        self._starts = np.cumsum([0, *lengths]).tolist()
+        self._num_words = self._starts[-1]
         self._ring = PinnedRing(device, depth + 2, self._num_words)
         self.block = torch.zeros(self._num_words, dtype=torch.int32, device=device)
-        pieces = [self.block[a:b] for a, b in pairwise(starts)]
-        self.header, self.idx_mapping, self.query_start_loc, self.logits_places = pieces
-        self._starts = starts
+        pieces = [self.block[a:b] for a, b in pairwise(self._starts)]
+        self.header, self.idx_mapping, self.query_start_loc, self.logits_places = pieces[:4]
+        self.offsets: torch.Tensor | None = pieces[4] if self.has_offsets else None
+        # (header, rows) of those who get drafts, and the same with every row twice
+        self.leaders, self.pairs = (tuple(pieces[i : i + 2]) for i in (5, 7))
 
         max_blocks = -(-max_model_len // BLOCK_SIZE)
 
@@ -69,22 +86,40 @@ class StepInputs:
             positions=zeros(size, dtype=torch.int64),
         )
 
-    def send(self, rows: Int64, counts: Int64, samples: Mask) -> None:
-        """Enqueue the copy of a batch: rows [n], tokens each [n], who samples [n]."""
+    def send(self, batch: Places) -> None:
+        """Enqueue the copy of a batch."""
         slot = self._ring.take(self._num_words)
-        _, mapping, loc, places, _ = self._starts
-        num_reqs, num_tokens, words = len(rows), int(counts.sum()), slot.words
-        words[NUM_REQS], words[NUM_TOKENS] = num_reqs, num_tokens
-        words[mapping : mapping + num_reqs] = rows
-        words[mapping + num_reqs : loc] = -1
+        _, mapping, loc, places = self._starts[:4]
+        rows, words = batch.rows, slot.words
+        num_places, num_tokens = len(rows), int(batch.counts.sum())
+        words[NUM_REQS], words[NUM_TOKENS] = num_places, num_tokens
+        words[NUM_VERIFIED], words[QUERY_LEN] = batch.num_verified, batch.query_len
+        words[mapping : mapping + num_places] = rows
+        words[mapping + num_places : loc] = -1
         words[loc] = 0
-        np.cumsum(counts, out=words[loc + 1 : loc + 1 + num_reqs])
-        words[loc + 1 + num_reqs : places] = num_tokens
-        words[places : places + num_reqs] = np.where(samples, np.cumsum(samples) - 1, -1)
+        np.cumsum(batch.counts, out=words[loc + 1 : loc + 1 + num_places])
+        words[loc + 1 + num_places : places] = num_tokens
+        ends = np.where(batch.samples, np.cumsum(batch.samples) - 1, -1)
+        words[places : places + num_places] = ends
+        if self.has_offsets:
+            self._fill_speculation(words, batch)
         self._ring.send(slot, self._num_words, self.block)
 
+    def _fill_speculation(self, words: Words, batch: Places) -> None:
+        offsets, leader_header, leaders, pair_header, pairs, end = self._starts[4:]
+        words[offsets:end] = 0
+        if batch.offsets is not None:
+            words[offsets : offsets + len(batch.rows)] = batch.offsets
+        words[leaders:pair_header] = words[pairs:end] = -1
+        if batch.leaders is not None:
+            count = len(batch.leaders)
+            words[leader_header + NUM_REQS] = words[leader_header + NUM_TOKENS] = count
+            words[pair_header + NUM_REQS] = words[pair_header + NUM_TOKENS] = 2 * count
+            words[leaders : leaders + count] = batch.leaders
+            words[pairs : pairs + 2 * count] = batch.leaders.repeat(2)
+
     def decode_buffers(self, size: int) -> InputBuffers:
-        """Return the buffers of a decode of `size` requests, padding included."""
+        """Return the buffers of a decode of `size` places, padding included."""
         if size not in self._decodes:
             whole = self._buffers
             self._decodes[size] = InputBuffers(

@@ -50,7 +50,7 @@ class Arrival(NamedTuple):
 class OutputRing:
     """The ids of the last steps.
 
-    ids [slots, max_num_seqs] int64. Owner: the runner. Place: pinned host memory as kernels see it,
+    ids [slots, max_num_ids] int64. Owner: the runner. Place: pinned host memory as kernels see it,
     or the device. Lifetime: a slot is valid for `slots` steps. Last writer: advance_state, on the
     main stream.
     """
@@ -58,7 +58,7 @@ class OutputRing:
     def __init__(
         self,
         num_slots: int,
-        max_num_seqs: int,
+        max_num_ids: int,
         device: torch.device,
         recorder: SpanRecorder | None = None,
     ) -> None:
@@ -67,7 +67,7 @@ class OutputRing:
         self.step_counter = torch.zeros(1, dtype=torch.int64, device=device)
         self.num_steps = 0  # the CPU's count of the same steps
         is_cuda = device.type == "cuda"
-        shape = (num_slots, max_num_seqs)
+        shape = (num_slots, max_num_ids)
         # The ring itself where kernels can write it, else where it is copied to, slot by slot.
         self._pinned = torch.full(shape, -1, dtype=torch.int64, pin_memory=is_cuda)
         self._pinned_ids: Int64 = self._pinned.numpy()  # sync: the host's own memory, at the start
@@ -177,7 +177,7 @@ class PendingStep:
             return StepOutput(self._step_id, self._request_ids, ids)
         # copies: who keeps an output must not keep pinned memory with it
         arrays = [target.numpy().copy() for target in arrival.others]
-        extras = self._extras.read(arrays, self._request_ids)
+        extras = self._extras.read(arrays, self._request_ids, ids)
         return StepOutput(self._step_id, self._request_ids, ids, extras)
 
 

@@ -10,6 +10,7 @@ import hashlib
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -26,20 +27,30 @@ ReadSlice = Callable[[str, Box], torch.Tensor]
 Progress = Callable[[int, int], None]  # parameters filled so far, parameters in all
 
 
-def load_weights(decoder: Decoder, config: RunnerConfig, progress: Progress | None = None) -> None:
+class WeightSource(NamedTuple):
+    """Where a model's weights come from; the target's is its RunnerConfig."""
+
+    checkpoint: str  # folder that holds the safetensors files; "" when load_format is dummy
+    load_format: str  # safetensors | dummy
+    seed: int  # of dummy weights
+
+
+def load_weights(
+    decoder: Decoder, source: RunnerConfig | WeightSource, progress: Progress | None = None
+) -> None:
     """Fill every parameter of this rank's decoder once, and make it ready to run.
 
-    load_format "safetensors" reads only this rank's slices; "dummy" draws them from config.seed
+    load_format "safetensors" reads only this rank's slices; "dummy" draws them from source.seed
     (normal * 0.02, norms 1). Raises ValueError, with the decoder half filled, by name for a tensor
     that the checkpoint lacks; check_checkpoint() refuses such a folder before any rank starts.
     """
     with ExitStack() as stack:
-        if config.load_format == "safetensors":
-            read = checkpoint_reader(config.checkpoint, stack)
-        elif config.load_format == "dummy":
-            read = dummy_reader(decoder.model, config.seed, decoder.dtype, decoder.device)
+        if source.load_format == "safetensors":
+            read = checkpoint_reader(source.checkpoint, stack)
+        elif source.load_format == "dummy":
+            read = dummy_reader(decoder.model, source.seed, decoder.dtype, decoder.device)
         else:
-            raise ValueError(f"load_format {config.load_format}: use safetensors or dummy")
+            raise ValueError(f"load_format {source.load_format}: use safetensors or dummy")
         fill(decoder, read, progress)
     decoder.pack_for_cpu()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from nanorunner.bench.result import draft_words
 from nanorunner.bench.tables import CHIEF_METRICS, aligned, number
 
 MAX_VALUE = 40  # longest value of the table of differences, in characters
@@ -18,6 +19,9 @@ def comparison_text(comparison: dict[str, Any]) -> str:
         lines += [aligned(_figures(results, comparison["ratios"])), ""]
     for side, found in comparison["agreement"].items():
         lines.append(f"outputs of {side}: {_agreement_words(found, first, rounds)}")
+    for side, result in results.items():
+        if drafts := (result.get("counters") or {}).get("drafts"):
+            lines.append(f"drafts of {side}: {draft_words(drafts)}")
     if comparison["differences"]:
         lines += ["", "what differed:", aligned(_differences(comparison, list(results)))]
     for side, names in comparison["absent"].items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from math import prod
 from typing import Any, NamedTuple
 
 from nanorunner.bench.metrics import RequestRecord
@@ -18,11 +19,15 @@ class Reading(NamedTuple):
 
     scheduler: dict[str, int]
     ranks: list[RankCounters]
+    drafts_meant: list[int]  # by place behind a request's newest token; [] without speculation
+    drafts_accepted: list[int]
 
 
 def read(engine: Engine) -> Reading:
     """Return the totals since the start."""
-    return Reading(asdict(engine.stats), engine.counters())
+    drafts = engine.scheduler.drafts.stats
+    meant, accepted = drafts.meant.tolist(), drafts.accepted.tolist()
+    return Reading(asdict(engine.stats), engine.counters(), meant, accepted)
 
 
 def count(
@@ -53,9 +58,31 @@ def count(
         "skipped_idle_s": skipped_idle_s,
         "scheduler": scheduler,
         "prefix_hit_share": scheduler["cached_tokens"] / known if known else 0.0,
+        "drafts": _drafts(before, after, scheduler) if after.drafts_meant else None,
         "graphs": _graphs(before.ranks, after.ranks),
         "memory": _memory(after.ranks),
         "not_counted": not_counted,
+    }
+
+
+def _drafts(before: Reading, after: Reading, scheduler: dict[str, int]) -> dict[str, Any]:
+    """Return what came of speculation between two readings.
+
+    acceptance: the accepted share of the drafts proposed in each place. mean_accepted_length: ids
+    that a request gets from a step in which it has drafts, 1 and those that came true.
+    """
+    pairs = zip(after.drafts_meant, before.drafts_meant, strict=True)
+    meant = [now - then for now, then in pairs]
+    pairs = zip(after.drafts_accepted, before.drafts_accepted, strict=True)
+    accepted = [now - then for now, then in pairs]
+    rows = scheduler["verified_rows"]
+    return {
+        "meant": meant,
+        "accepted": accepted,
+        "acceptance": [a / m if m else 0.0 for a, m in zip(accepted, meant, strict=True)],
+        "mean_accepted_length": 1 + sum(accepted) / rows if rows else 1.0,
+        "verify_steps": scheduler["verify_steps"],
+        "steps": scheduler["steps"],
     }
 
 
@@ -73,9 +100,8 @@ def _graphs(before: list[RankCounters], after: list[RankCounters]) -> dict[str, 
 
 
 def _rows_of(name: str) -> int:
-    """Return the rows that a graph computes: 8 of "plain 8", 0 of "eager", which has no graph."""
-    size = name.rpartition(" ")[2]
-    return int(size) if size.isdecimal() else 0
+    """Return the rows that a graph computes: 8 of "plain 8", 40 of "plain 8 x 5", 0 of "eager"."""
+    return prod(int(word) for word in name.split() if word.isdecimal()) if " " in name else 0
 
 
 def _memory(ranks: Sequence[RankCounters]) -> dict[str, Any]:

@@ -128,6 +128,7 @@ def table(result: Mapping[str, Any]) -> str:
         f"{config['tp']}, runner {config['runner']}, {config['device']}, {config['dtype']}, "
         f"{config['attention_backend']}, "
         f"{'CUDA graphs' if config['graph_sizes'] else 'no graphs'}; commit {result['commit']}",
+        *caveats(config),
         _workload_line(result["workload"]),
         "includes " + ", ".join(part for part, is_in in INCLUDES.items() if is_in) + "; not the "
         "tokenizer, no HTTP",
@@ -152,6 +153,16 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def caveats(config: Mapping[str, Any]) -> list[str]:
+    """Return what makes these figures no measure of the engine's speed."""
+    lines = []
+    if config.get("share_gpu"):
+        lines.append(f"--share-gpu: {config['tp']} ranks on one GPU, over gloo; not for comparison")
+    if config.get("check_ranks"):
+        lines.append("--check-ranks: the ranks compare their values; not for comparison")
+    return lines
+
+
 def _workload_line(workload: Mapping[str, Any]) -> str:
     arrivals = dict(workload["arrivals"])
     kind = arrivals.pop("kind")
@@ -169,6 +180,16 @@ def _workload_line(workload: Mapping[str, Any]) -> str:
     )
 
 
+def draft_words(drafts: Mapping[str, Any]) -> str:
+    """Return what came of speculation, in words."""
+    by_place = ", ".join(f"{share:.0%}" for share in drafts["acceptance"])
+    return (
+        f"{sum(drafts['accepted']):,} of {sum(drafts['meant']):,} accepted (by place: {by_place}); "
+        f"{drafts['mean_accepted_length']:.2f} ids a request from a step with drafts; "
+        f"{drafts['verify_steps']:,} of {drafts['steps']:,} steps had some"
+    )
+
+
 def _counter_lines(counters: Mapping[str, Any], num_repeats: int) -> list[str]:
     scheduler, memory = counters["scheduler"], counters["memory"]
     lines = [
@@ -182,6 +203,8 @@ def _counter_lines(counters: Mapping[str, Any], num_repeats: int) -> list[str]:
     ]
     if counters["skipped_idle_s"]:
         lines.append(f"{counters['skipped_idle_s']:.1f} s of silence were skipped (--max-idle)")
+    if drafts := counters["drafts"]:
+        lines.append(f"drafts: {draft_words(drafts)}")
     if (graphs := counters["graphs"])["dispatched"]:
         steps = ", ".join(f"{name}: {count:,}" for name, count in graphs["dispatched"].items())
         lines.append(

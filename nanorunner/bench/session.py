@@ -50,6 +50,7 @@ from nanorunner.llm import LLM
 from nanorunner.resolve import Resolved, resolve
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.workers.cuda_graphs import capture_sizes
+from nanorunner.workers.rank_agreement import RankCheckFailed
 
 # A benchmark's own defaults: repeats must not be served from the cache that the first one filled,
 # and a tokenizer has no part in it.
@@ -86,7 +87,7 @@ def run_benchmark(
         llm = LLM.from_config(config)
     except (ValueError, OSError, ImportError) as error:
         return _report(error, REFUSED)
-    except RankDied as error:
+    except (RankDied, RankCheckFailed) as error:
         return _report(error, RANK_DIED)
     start_up_s = time.perf_counter() - start
     with llm:
@@ -97,7 +98,7 @@ def run_benchmark(
             return _report(error, REFUSED)
         try:
             result = _measure(llm, job, params, args)
-        except RankDied as error:
+        except (RankDied, RankCheckFailed) as error:
             return _report(error, RANK_DIED)
         except TimeoutError as error:
             return _report(error, REQUEST_FAILED)

@@ -23,6 +23,8 @@ FAIR = (
     "load_format",
     "attention_backend",
     "all_reduce",
+    "share_gpu",
+    "check_ranks",
     "enforce_eager",
     "graph_sizes",
     "max_num_seqs",

@@ -9,6 +9,7 @@ import threading
 import time
 from pathlib import Path
 
+from nanorunner.check_shards import wrong_shards
 from nanorunner.errors import RankDied
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.workshop.fault_lab import Lab
@@ -121,11 +122,15 @@ def bad_shard(lab: Lab) -> None:
     distance = _distance(scores, bad_scores)
     lab.report.saw(f"tp equality: log-probabilities differ by {distance:.1e}, so a shard is wrong")
     lab.report.must(distance > TOLERANCE, "the comparison did not notice")
-    wrong = wrong_parameters(two)
-    lab.report.saw(f"checksums against the shard map: {', '.join(wrong) or 'all equal'}")
+    wrong = wrong_shards(two.ranks.call_all("checksums"), two.ranks.config)
+    names = [sentence.partition(":")[0] for sentence in wrong]
+    lab.report.saw(f"checksums against the shard map: {', '.join(names) or 'all equal'}")
+    lab.report.saw(f"with --check-ranks the start would end with: {'; '.join(wrong)}")
     lab.report.took(time.monotonic() - start, DETECTION_S, "to run, compare and find it")
     expected = [f"rank {VICTIM}, layers.{LAYER}.qkv"]
-    lab.report.must(wrong == expected, f"the checksums should name {expected}")
+    lab.report.must(names == expected, f"the checksums should name {expected}")
+    tensors = all(f"{name}_proj.weight" in "".join(wrong) for name in "kv")
+    lab.report.must(tensors, "they should name K's and V's tensors")
 
 
 def _generate(opened: OpenEngine, num_tokens: int) -> tuple[list[int], list[float]]:
@@ -157,23 +162,3 @@ def _seconds_a_step(opened: OpenEngine) -> float:
 
 def _distance(a: list[float], b: list[float]) -> float:
     return max(abs(x - y) for x, y in zip(a, b, strict=True))
-
-
-def wrong_parameters(opened: OpenEngine) -> list[str]:
-    """Return the parameters whose bytes are not those that the shard map gives the rank."""
-    import torch
-
-    from nanorunner.workers.weights import dummy_reader
-    from nanorunner.workshop.shard_map import shard_map, with_checksums
-
-    config = opened.ranks.config
-    found = opened.ranks.call_all("checksums")
-    dtype = getattr(torch, config.dtype)
-    read = dummy_reader(config.model, config.seed, dtype, torch.device(config.device))
-    entries = shard_map(config.model, config.tp)
-    return [
-        f"rank {share.rank}, {entry.name}"
-        for entry in with_checksums(entries, config.model, read, [])
-        for share in entry.shares
-        if found[share.rank][entry.name] != share.checksum
-    ]

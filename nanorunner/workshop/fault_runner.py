@@ -21,8 +21,9 @@ from nanorunner.workers.messages import (
     RunnerConfig,
     StepHandle,
 )
+from nanorunner.workers.shard_checksums import Checksums
 
-LAB_METHODS_WITH_REPLY = METHODS_WITH_REPLY | {"echo", "sabotage", "checksums"}
+LAB_METHODS_WITH_REPLY = METHODS_WITH_REPLY | {"echo", "sabotage"}
 LAB_METHODS = METHODS | LAB_METHODS_WITH_REPLY | {"note"}
 KINDS = ("slow", "skip", "raise", "hang", "swap")
 
@@ -88,15 +89,7 @@ class FaultRunner:
         elif kind == "hang":
             _hang_in_all_reduce(self.inner.group, amount, sign)
         else:
-            _swap_kv_heads(self.inner.model, int(amount))
-
-    def checksums(self) -> dict[str, int]:
-        """Return the checksum of each parameter that this rank holds."""
-        # here: without a model a rank needs no torch
-        from nanorunner.workshop.shard_map import checksum
-
-        parameters = self.inner.model.parameters
-        return {name: checksum(_plain(tensor)) for name, tensor in parameters.items()}
+            swap_kv_heads(self.inner.model, int(amount))
 
     def _maybe_raise(self) -> None:
         if self._raises:
@@ -120,6 +113,11 @@ class FaultRunner:
     def capture(self) -> None:
         """Compile and capture."""
         self.inner.capture()
+
+    def checksums(self) -> dict[str, Checksums]:
+        """Return the checksums of the weights that this rank holds."""
+        found: dict[str, Checksums] = self.inner.checksums()
+        return found
 
     def step(self, wire: tuple[Any, ...]) -> StepHandle | None:
         """Run one step."""
@@ -159,7 +157,7 @@ def _hang_in_all_reduce(group: Any, seconds: float, sign: str) -> None:
     group.all_reduce = hang
 
 
-def _swap_kv_heads(model: Any, layer: int) -> None:
+def swap_kv_heads(model: Any, layer: int) -> None:
     """Swap this rank's first two KV heads of a layer, as a wrong offset in a loader would."""
     from nanorunner.kernels.linear import pack
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from nanorunner.check_shards import check_shards
 from nanorunner.engine import Engine
 from nanorunner.launch import RUNNER, Ranks
 from nanorunner.scheduler import Scheduler
@@ -71,6 +72,8 @@ def start_engine(
 
     try:
         ranks.call_all("load_model")
+        if config.check_ranks:
+            check_shards(ranks)
         num_blocks = min(room.num_blocks for room in ranks.call_all("profile"))
         ranks.call_all("allocate_kv", num_blocks)
         ranks.call_all("capture")

@@ -5,19 +5,19 @@
 
 The proof works on bytes. Each rank's parameter is filled as the loader fills it; then every tensor
 of the checkpoint is put together again from the ranks' parameters and compared with the file.
-shards.py prints what is found here; the fault lab finds a wrong shard by the checksums.
+shards.py prints what is found here; check_shards.py finds a wrong shard by the checksums.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import math
-import zlib
 from collections.abc import Iterator
 from functools import reduce
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanorunner.workers.model_config import ModelConfig
+from nanorunner.workers.shard_checksums import checksum
 from nanorunner.workers.weight_plan import (
     Box,
     LocalParameter,
@@ -134,11 +134,6 @@ def with_checksums(
             for share, tensor in zip(entry.shares, locals_, strict=True)
         )
         yield entry._replace(shares=shares)
-
-
-def checksum(tensor: torch.Tensor) -> int:
-    """Return the CRC-32 of a tensor's bytes, row by row."""
-    return zlib.crc32(_bytes(tensor).numpy().data)
 
 
 def _split(

@@ -20,19 +20,27 @@ GIB = 1 << 30
 
 
 def reading(scale: int, graph_steps: dict[str, int], padded_rows: int) -> Reading:
-    stats = SchedulerStats(prefill_tokens=30 * scale, cached_tokens=10 * scale, peak_used_blocks=7)
+    stats = SchedulerStats(
+        prefill_tokens=30 * scale,
+        cached_tokens=10 * scale,
+        peak_used_blocks=7,
+        verified_rows=50 * scale,
+    )
     ranks = [
         RankCounters(graph_steps, padded_rows, 2 * GIB, GIB),
         RankCounters(graph_steps, padded_rows, 3 * GIB, GIB),
     ]
-    return Reading(asdict(stats), ranks)
+    meant, accepted = [40 * scale, 20 * scale], [30 * scale, 5 * scale]
+    return Reading(asdict(stats), ranks, meant, accepted)
 
 
 def test_counts_are_the_difference_of_two_readings_and_peaks_are_not() -> None:
     done = RequestRecord(5, token_ids=[1, 2], finish_reason="length")
     failed = RequestRecord(9, finish_reason="error: no room")
     before = reading(1, {"plain 8": 100, "eager": 3}, padded_rows=50)
-    after = reading(3, {"plain 8": 110, "plain 16": 5, "eager": 3}, padded_rows=90)
+    after = reading(
+        3, {"plain 8": 110, "plain 16": 5, "plain 4 x 5": 6, "eager": 3}, padded_rows=90
+    )
     counts = count(before, after, [[done, failed], [done]], skipped_idle_s=0.0, num_gpus=2)
     assert (counts["requests"], counts["finished"], counts["failed"]) == (3, 2, 1)
     assert (counts["input_tokens"], counts["output_tokens"]) == (10, 4)
@@ -40,9 +48,12 @@ def test_counts_are_the_difference_of_two_readings_and_peaks_are_not() -> None:
     assert counts["scheduler"]["peak_used_blocks"] == 7
     assert counts["prefix_hit_share"] == 20 / 80
     graphs = counts["graphs"]
-    assert graphs["dispatched"] == {"plain 16": 5, "plain 8": 10}
+    assert graphs["dispatched"] == {"plain 16": 5, "plain 4 x 5": 6, "plain 8": 10}
     assert graphs["padded_rows"] == 40
-    assert graphs["padded_share"] == 40 / (10 * 8 + 5 * 16)
+    assert graphs["padded_share"] == 40 / (10 * 8 + 5 * 16 + 6 * 4 * 5)
+    drafts = counts["drafts"]
+    assert drafts["acceptance"] == [60 / 80, 10 / 40]
+    assert drafts["mean_accepted_length"] == 1 + 70 / 100
     assert counts["memory"]["gpu_peak_gib"] == [2.0, 3.0]
     assert counts["memory"]["pinned_peak_gib"] == [1.0, 1.0]
 

@@ -34,9 +34,12 @@ class BodyGraphs(GraphManager):
         self.num_replays = 0
         self._body = runner.decode_body
 
-    def dispatch(self, num_reqs: int, *, is_decode: bool, is_plain: bool) -> Descriptor | None:
+    def dispatch(
+        self, num_reqs: int, *, is_decode: bool, is_plain: bool, query_len: int = 1
+    ) -> Descriptor | None:
         """Return a graph as large as the batch for every decode."""
-        return Descriptor(num_reqs, PLAIN if is_plain else LOGITS) if is_decode else None
+        family = PLAIN if is_plain else LOGITS
+        return Descriptor(num_reqs, family, query_len) if is_decode else None
 
     @torch.inference_mode()
     def replay(self, descriptor: Descriptor) -> torch.Tensor:

@@ -25,7 +25,7 @@ ASKED: dict[str, Any] = {
     "logprobs": 0,
     "prompt_logprobs": 0,
 }
-NOT_OF_A_REQUEST = {"embed", "async_depth"}
+NOT_OF_A_REQUEST = {"embed", "speculative", "async_depth"}
 
 
 def test_every_setting_of_a_request_is_in_the_table_by_its_name() -> None:

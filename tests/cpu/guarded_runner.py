@@ -114,6 +114,7 @@ def start_engine(tp: int, **settings: Any) -> tuple[Engine, Ranks]:
         vocab_size=config.model.vocab_size,
         depth=config.async_depth,
         send_sampled_ids=False,
+        num_speculative_tokens=config.max_query_len - 1,
     )
     vocab_size = config.model.vocab_size
     return Engine(scheduler, ranks.call, vocab_size=vocab_size, result=ranks.result), ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from nanorunner.check_shards import wrong_shards
 from nanorunner.cli import main
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.workshop import fault_model
@@ -11,6 +12,7 @@ from nanorunner.workshop.fault_lab import Lab, lab_config
 from nanorunner.workshop.fault_processes import VICTIM
 from nanorunner.workshop.fault_report import FaultReport
 from nanorunner.workshop.faults import FAULTS
+from nanorunner.workshop.open_engine import OpenEngine
 from nanorunner.workshop.question import Setting
 from nanorunner.workshop.questions_step import NEW_TOKENS, STAGES, frames
 
@@ -61,7 +63,7 @@ def test_a_slow_rank_slows_all_and_a_bad_shard_is_named() -> None:
         assert opened.ranks.call_all("echo", b"")[1][2] == echo + NEW_TOKENS + 1
 
         fault_model.bad_shard(lab)
-        assert report.seen[-1].endswith("rank 1, layers.1.qkv")
+        assert "rank 1, layers.1.qkv: model.layers.1.self_attn.k_proj" in report.seen[-1]
     assert not report.wrong
     setting = Setting(model=lab_config(2).model, tp=2, runner="v2", dtype="float32", item_bytes=4)
     with_close = len(STAGES) + NEW_TOKENS + 1
@@ -77,8 +79,12 @@ def test_every_fault_is_played_by_some_test() -> None:
 def test_checksums_name_no_parameter_of_good_weights() -> None:
     with Lab(FaultReport("good", say=lambda text: None)) as lab:
         opened = lab.start_model(1)
-        assert fault_model.wrong_parameters(opened) == []
+        assert _wrong(opened) == []
         opened.ranks.call_all("sabotage", 0, "swap", 2.0)
-        assert fault_model.wrong_parameters(opened) == ["rank 0, layers.2.qkv"]
+        assert [line.partition(":")[0] for line in _wrong(opened)] == ["rank 0, layers.2.qkv"]
         opened.ranks.call_all("sabotage", 0, "swap", 2.0)
-        assert fault_model.wrong_parameters(opened) == []
+        assert _wrong(opened) == []
+
+
+def _wrong(opened: OpenEngine) -> list[str]:
+    return wrong_shards(opened.ranks.call_all("checksums"), opened.ranks.config)

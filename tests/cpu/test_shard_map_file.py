@@ -16,6 +16,7 @@ from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.presets import load_preset
 from nanorunner.workers.architectures import parse
 from nanorunner.workers.models.decoder import Decoder
+from nanorunner.workers.shard_checksums import checksum
 from nanorunner.workers.shards import Span
 from nanorunner.workers.weight_plan import Box, checkpoint_shapes
 from nanorunner.workers.weights import ReadSlice, checkpoint_reader, dummy_reader, fill
@@ -23,7 +24,6 @@ from nanorunner.workshop.sandbox_ranks import make_groups, run_ranks
 from nanorunner.workshop.shard_map import (
     Entry,
     all_reduce_numbers,
-    checksum,
     shard_map,
     with_checksums,
 )

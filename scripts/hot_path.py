@@ -9,6 +9,11 @@ from pathlib import Path
 
 WORKERS = (
     "model_runner",
+    "step_body",
+    "places",
+    "speculator",
+    "ngram_proposer",
+    "draft_model",
     "step_inputs",
     "step_output",
     "step_extras",

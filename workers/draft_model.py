@@ -105,7 +105,8 @@ class DraftModel:
         )
         size = config.max_num_seqs
         self._buffers = _input_buffers(2 * size, tables.block_tables.shape[1], device)
-        self._pair_offsets = torch.tensor([-1, 0] * size, dtype=torch.int32, device=device)
+        # [2 * max_num_seqs] int32: -1, 0, -1, 0, ...
+        self._pair_offsets = torch.arange(2 * size, dtype=torch.int32, device=device) % 2 - 1
         # [K, max_num_seqs] int32: a row a pass
         passes = torch.arange(speculation.num_tokens, dtype=torch.int32, device=device)
         self._offsets = passes[:, None].repeat(1, size)

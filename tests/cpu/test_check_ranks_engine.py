@@ -7,13 +7,11 @@ import json
 import pytest
 from planted_runner import LAYER, VICTIM
 
-from nanorunner.check_shards import check_shards
 from nanorunner.cli import main
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.workers.messages import RunnerConfig
 from nanorunner.workers.rank_agreement import RankCheckFailed
-from nanorunner.workshop.fault_lab import LAB_RUNNER, lab_config
-from nanorunner.workshop.fault_runner import LAB_METHODS, LAB_METHODS_WITH_REPLY
+from nanorunner.workshop.fault_lab import lab_config
 from nanorunner.workshop.open_engine import OpenEngine, start_engine
 
 NUM_IDS = 6
@@ -66,21 +64,6 @@ def test_a_wrong_shard_ends_the_start_by_its_rank_layer_and_tensor(
     for tensor in ("k_proj.weight", "v_proj.weight"):
         assert f"model.layers.{LAYER}.self_attn.{tensor} (rows 32..63, columns 0..63)" in text
     assert "q_proj" not in text
-
-
-@pytest.mark.limit(60)
-def test_a_shard_that_goes_wrong_while_serving_is_found_by_asking() -> None:
-    with start_engine(
-        config_of(2, "v2"),
-        runner=LAB_RUNNER,
-        methods=LAB_METHODS,
-        methods_with_reply=LAB_METHODS_WITH_REPLY,
-    ) as opened:
-        before = generate(opened)
-        opened.ranks.call_all("sabotage", VICTIM, "swap", float(LAYER))
-        assert generate(opened) != before  # no error: every rank has the same wrong sums
-        with pytest.raises(RankCheckFailed, match=f"rank {VICTIM}, layers.{LAYER}.qkv"):
-            check_shards(opened.ranks)
 
 
 @pytest.mark.limit(90)

@@ -24,10 +24,12 @@ def prepare_decode_inputs(
     state: StateTables,
     out: InputBuffers,
     block_size: int,
+    offsets: torch.Tensor | None = None,
 ) -> None:
     """Fill all of `out` for one token a request; kernels/state_tables.py has the shapes.
 
-    Request i is row idx_mapping[i] for i < header[NUM_REQS], padding from there on.
+    Request i is row idx_mapping[i] for i < header[NUM_REQS], padding from there on. offsets belong
+    to speculative decoding and are None here.
     """
     bucket = len(out.input_ids)
     place = torch.arange(bucket + 1).minimum(header[NUM_REQS])

@@ -10,7 +10,8 @@ out is what plain decoding samples, whatever the drafts were.
         its input       last_sampled draft 1           draft q - 1    (token_ids[row, base + j])
         its id          x[0]         x[1]              x[q - 1]
 
-    matched = how many of the first ids are the next place's input
+    matched = how many of the first ids are the next place's input, num_drafts[row] at most: what
+              stands behind the drafts is somebody's old text, right by luck at best
     new     = min(matched + 1, token_limit - total): the ids up to the first that is no draft
     token_ids[row, total + j] = x[j] for j < new, last_sampled = x[new - 1]
     total_len += new, num_computed += new
@@ -123,7 +124,7 @@ def _accept_groups_reference(
     has_room = column < state.token_ids.shape[1]
     drafts = state.token_ids[row[:, None], column.where(has_room, 0)]
     is_match = (ids[:, :-1] == drafts) & has_room
-    matched = is_match.int().cumprod(dim=1).sum(dim=1)
+    matched = is_match.int().cumprod(dim=1).sum(dim=1).minimum(state.num_drafts[row])
     new = torch.minimum(matched + 1, state.token_limit[row] - total).clamp(min=0).int()
 
     index = torch.arange(places.shape[1], device=row.device).expand(places.shape)

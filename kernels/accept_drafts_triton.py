@@ -85,6 +85,7 @@ def accept_kernel(
         draft = tl.load(tokens + column, mask=is_judged, other=-1)
         is_match = is_judged & (ids == draft)
         matched = tl.min(tl.where(is_match, MAX_QUERY_LEN, j), axis=1, keep_dims=True)
+        matched = tl.minimum(matched, num_meant)
         new = tl.maximum(tl.minimum(matched + 1, limit - total), 0)
 
         # Several warps read the same columns of a row: all of them before any moves.

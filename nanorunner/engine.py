@@ -4,8 +4,9 @@
     step        -> scheduler.schedule -> call("step", wire) -> StepHandle   (until `depth` fly)
                    oldest StepHandle.result() -> scheduler.update -> [RequestUpdate]
 
-An update brings a request's newest id, unless the request is quiet: then all come with its last
-update, and a step of quiet requests alone makes nothing per request on the host.
+An update brings a request's newest ids (one a step, more with speculation), unless the request is
+quiet: then all come with its last update, and a step of quiet requests alone makes nothing per
+request on the host.
 
 Token ids only; text is the caller's. Not for use by several threads at once. When a step fails
 the engine is broken: that call and every later one raise the same error, and only close() is left.

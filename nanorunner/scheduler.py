@@ -256,9 +256,7 @@ class Scheduler:
         pooled_rows = NO_ROWS
         query_len, num_decodes = plan.query_len, len(decodes)
         is_same_batch = (
-            not plan.chunks
-            and decodes is self._last_decodes
-            and query_len == self._last_query_len
+            not plan.chunks and decodes is self._last_decodes and query_len == self._last_query_len
         )
         table.computed[decodes] += query_len
         if plan.chunks:
@@ -286,7 +284,7 @@ class Scheduler:
             removed=np.array(removed, dtype=np.int32).tobytes() if removed else b"",
             new=tuple(plan.new),
             new_blocks=tuple(plan.new_blocks),
-            batch=None if is_same_batch else self._pack_batch(plan, rows),
+            batch=None if is_same_batch else plan.pack_batch(table.request_id[rows]),
             sampled_ids=sampled_ids,
         )
         self._next_step_id += 1
@@ -312,14 +310,6 @@ class Scheduler:
         used_blocks = roster.blocks.num_blocks - roster.blocks.num_free
         self.stats.count_step(num_decodes, query_len, plan.num_prefill_tokens, used_blocks)
         return step
-
-    def _pack_batch(self, plan: StepPlan, rows: Rows) -> bytes:
-        """Return the (request id, tokens) pairs."""
-        pairs = np.full((len(rows), 2), plan.query_len, dtype=np.int32)
-        pairs[:, 0] = self.roster.table.request_id[rows]
-        if plan.chunks:
-            pairs[-len(plan.chunks) :, 1] = [count for _, count in plan.chunks]
-        return pairs.tobytes()
 
     def withdraw(self, step: ScheduledStep) -> None:
         """Take back what a step published, because it was not enqueued or failed."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from nanorunner.running_table import Rows
 from nanorunner.workers.messages import Int32, NewRequest, StepInput
 
@@ -22,6 +24,14 @@ class StepPlan:
     new_blocks: list[tuple[int, bytes]] = field(default_factory=list)
     writing: set[bytes] = field(default_factory=set)  # digests of prompt blocks being written
     has_preempted: bool = False
+
+    def pack_batch(self, request_ids: Int32) -> bytes:
+        """Return the (request id, tokens) pairs of a batch: its decodes, then its chunks."""
+        pairs = np.full((len(request_ids), 2), self.query_len, dtype=np.int32)
+        pairs[:, 0] = request_ids
+        if self.chunks:
+            pairs[-len(self.chunks) :, 1] = [count for _, count in self.chunks]
+        return pairs.tobytes()
 
 
 class ScheduledStep(NamedTuple):

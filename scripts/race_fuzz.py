@@ -1,6 +1,7 @@
 """Look for races in runner v2: a hostile asynchronous run, then the same steps one at a time.
 
     python scripts/race_fuzz.py --steps 20000 --tp 2 [--seed S] [--model tiny-qwen3]
+                                [--speculative ngram|draft]
 
 First run: random requests come, end, are aborted and preempted (a small pool), prompts in chunks
 and from the prefix cache, sampling of every kind, `depth` steps in flight, and random delays on
@@ -8,6 +9,9 @@ every rank: sleeps, and on GPUs spin kernels on either stream (fuzz_runner.py). 
 counted after each step. Second run: fresh ranks get the recorded StepInputs, each followed by a
 device synchronisation. Whatever a step read too early or too late shows as a difference: every
 output, and all of KV cache and state tables at the end, must be the same bits.
+
+With --speculative the steps verify drafts, or do not, as chance says (fuzz_drafting.py): what comes
+back includes which drafts were accepted, and the memory compared the drafts themselves.
 
 --plant runs a fault instead, which must be found. The last line is JSON; the exit code is 0 when
 nothing was found and, in a run of 1,000 steps or more, every kind of event occurred.
@@ -30,18 +34,27 @@ import torch
 
 from nanorunner.config import make_config
 from nanorunner.engine import Engine
+from nanorunner.flags import Parser
 from nanorunner.launch import Ranks
 from nanorunner.resolve import resolve
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
+from nanorunner.speculative import METHODS, OFF
 from nanorunner.workers.messages import RunnerConfig, StepHandle, StepOutput
 
 if TYPE_CHECKING:
+    from scripts import fuzz_drafting
     from scripts.fuzz_runner import FUZZ_METHODS, FUZZ_METHODS_WITH_REPLY
 else:  # a script's own folder is where Python looks first; it is no package
+    import fuzz_drafting
     from fuzz_runner import FUZZ_METHODS, FUZZ_METHODS_WITH_REPLY
 
-PLANTS = {"": "make_delayed", "token": "make_lost_token", "copy": "make_unordered_copy"}
+PLANTS = {
+    "": "make_delayed",
+    "token": "make_lost_token",
+    "copy": "make_unordered_copy",
+    "drafts": "make_late_drafts",
+}
 SMALL: dict[str, Any] = {
     "runner": "v2",
     "load_format": "dummy",
@@ -116,8 +129,11 @@ def freeze(value: Any) -> Any:
 class Traffic:
     """Random requests and random ends; what happened is counted in `events`."""
 
-    def __init__(self, engine: Engine, seed: int, vocab_size: int) -> None:
+    def __init__(
+        self, engine: Engine, seed: int, vocab_size: int, kinds: list[dict[str, Any]]
+    ) -> None:
         self.events: Counter[str] = Counter()
+        self._kinds = kinds
         self._engine = engine
         self._random = Random(seed)
         self._vocab_size = vocab_size
@@ -164,7 +180,7 @@ class Traffic:
         params = SamplingParams(
             max_tokens=max_tokens,
             ignore_eos=random.random() < 0.4,
-            **random.choice(KINDS),
+            **random.choice(self._kinds),
         )
         self._num_ids[self._engine.add_request(prompt, params)] = 0
         self.events["added"] += 1
@@ -203,6 +219,10 @@ def record(
     """Run the traffic; return what was recorded, each rank's digest, and what happened."""
     vocab_size, num_blocks = config.model.vocab_size, config.num_blocks
     assert num_blocks is not None, "the pool is small on purpose"
+    controller, kinds = None, KINDS
+    if config.speculation is not None:
+        controller = fuzz_drafting.RandomDrafting(config.speculation.num_tokens, seed)
+        kinds = KINDS + fuzz_drafting.FEW_IDS
     ranks = start(config, PLANTS[plant], num_blocks)
     try:
         recorder = Recorder(ranks)
@@ -215,11 +235,13 @@ def record(
             eos_token_ids=frozenset(range(3, vocab_size, 150)),
             depth=config.async_depth,
             send_sampled_ids=False,
+            num_speculative_tokens=config.max_query_len - 1,
+            controller=controller,
         )
         engine = Engine(
             scheduler, recorder.call, vocab_size=vocab_size, seed=seed, result=recorder.result
         )
-        traffic = Traffic(engine, seed, vocab_size)
+        traffic = Traffic(engine, seed, vocab_size, kinds)
         while len(recorder.wires) < num_steps:
             traffic.turn()
         engine.abort_all()
@@ -227,6 +249,8 @@ def record(
             traffic.step()
         for name in ("preemptions", "cached_tokens", "mixed_steps", "dropped_ids"):
             traffic.events[name] = getattr(engine.stats, name)
+        if controller is not None:
+            traffic.events.update(fuzz_drafting.events_of(engine.stats, controller))
         return recorder, ranks.call_all("digest"), traffic.events
     finally:
         ranks.close()
@@ -259,6 +283,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Record, replay and compare; return the report."""
     settings = SMALL | {"model": args.model, "tp": args.tp, "device": args.device}
     settings |= {"dtype": args.dtype, "seed": args.seed, "async_depth": args.depth}
+    settings |= fuzz_drafting.settings_of(args.speculative, args.draft_model, args.model)
     config = resolve(make_config(settings | {"enforce_eager": args.enforce_eager})).runner_config
     report: dict[str, Any] = {"fuzz": "race", "good": False} | vars(args)
     report |= {"device": config.device, "dtype": config.dtype, "torch": torch.__version__}
@@ -271,7 +296,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     except Exception as error:  # a planted fault, or a real one, may break either run
         report["problem"] = f"{type(error).__name__}: {error}"
         return report
-    missing = [event for event in EVENTS if not events[event] and args.steps >= LONG_RUN]
+    expected = EVENTS if args.speculative == OFF else EVENTS + fuzz_drafting.DRAFTING_EVENTS
+    missing = [event for event in expected if not events[event] and args.steps >= LONG_RUN]
     report |= {
         "good": not differences and digests == digests_again and not missing,
         "steps_run": len(recorder.wires),
@@ -288,7 +314,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Print the report; return 0 when it is good."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = Parser(prog="race_fuzz", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
@@ -298,7 +324,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--depth", type=int, default=2, help="steps in flight")
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--plant", default="", choices=PLANTS, help="a fault that must be found")
-    report = run(parser.parse_args(argv))
+    parser.add_argument("--speculative", default=OFF, choices=METHODS, help="verify drafts")
+    parser.add_argument("--draft-model", help="a preset, for draft; default: --model's own")
+    args = parser.parse(argv)
+    if args.plant == "drafts" and args.speculative == OFF:
+        parser.error("--plant drafts: there are none; add --speculative ngram or draft")
+    if args.draft_model is not None and args.speculative != "draft":
+        parser.error(f"--draft-model {args.draft_model}: only with --speculative draft")
+    report = run(args)
     for key, value in report.items():
         print(f"{key:24} {value}")
     print(json.dumps(report))

@@ -64,7 +64,7 @@ class DraftModel:
     stream.
     """
 
-    is_in_step_graph = False  # one graph of its own serves every kind of step
+    is_in_step_graph = False  # graphs of its own serve every kind of step
 
     def __init__(
         self,
@@ -85,10 +85,9 @@ class DraftModel:
         assert speculation is not None, "an engine that drafts"
         assert speculation.draft is not None, "with a model"
         self._config, self._device = config, device
-        self._tables, self._sampling, self._peers = tables, sampling, peers
+        self._sampling, self._peers = sampling, peers
         # A chain may outrun the row's blocks: the scheduler gives what the next step needs. There a
-        # place is nobody and its draft is junk, which is written all the same: an old draft that
-        # lies there might be right by chance, and its KV would be missing from then on.
+        # place is nobody, and its draft is not written.
         self._bounded = tables._replace(token_limit=room)
         self._everyone, self._recorder = everyone, recorder
         self._source = WeightSource(speculation.checkpoint, speculation.load_format, config.seed)
@@ -234,7 +233,7 @@ class DraftModel:
         else:
             keys = sample_keys(decoder.compute_logits(hidden), rows, positions, heat, seed)
         ids = key_ids(self._peers.all_reduce_max(keys))
-        write_drafts(leaders.header, rows, ids, index, self._tables)
+        write_drafts(leaders.header, rows, ids, index, self._bounded)
         return ids
 
 

@@ -187,3 +187,18 @@ def test_a_request_at_the_models_length_writes_nothing_behind_it(folder: Path) -
             said.append([output.outputs[0].token_ids for output in outputs])
     assert [len(ids) for ids in said[0]] == [1, 2, 3, 5, 9]
     assert said[0] == said[1] == said[2]
+
+
+def test_what_a_row_held_before_is_no_draft(folder: Path) -> None:
+    """The same request again has the same row, where its own last output would be right by luck."""
+    random = Random(3)
+    request = {"prompt_token_ids": [random.randrange(3, 500) for _ in range(20)]}
+    params = SamplingParams(temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
+    with make_llm(folder, **{**NGRAM, "ngram_min": 3}) as llm:
+        steps, ids = [0], []
+        for _ in range(3):
+            output = llm.generate([request], params, use_tqdm=False)[0]
+            ids.append(output.outputs[0].token_ids)
+            steps.append(llm.engine.stats.steps)
+    assert ids[0] == ids[1] == ids[2]
+    assert steps[1] - steps[0] == steps[2] - steps[1] == steps[3] - steps[2]

@@ -172,7 +172,8 @@ class SpeculatingDevice:
             inputs.append(token)
             sampled.append(draw(value, row.new.sampling.seed))
         matched = 0
-        while matched + 1 < query_len and sampled[matched] == inputs[matched + 1]:
+        most = min(query_len - 1, row.num_drafts)
+        while matched < most and sampled[matched] == inputs[matched + 1]:
             matched += 1
         num_new = max(0, min(matched + 1, limit - total))
         row.tokens[total : total + num_new] = sampled[:num_new]

@@ -17,10 +17,21 @@ def ids(*values: int) -> bytes:
 def test_a_step_input_comes_back_from_the_wire_as_it_was() -> None:
     new = NewRequest(7, ids(1, 2, 3), 3, 0, ids(5), FullSampling(0.5, 20, 0.9, seed=2**62 + 1))
     pooled = NewRequest(8, ids(1, 2), 2, 0, ids(6), FullSampling(), "mean")
-    step = StepInput(4, ids(1, 2), (new, pooled), ((3, ids(9)),), ids(3, 1, 7, 3), ids(11, 12))
+    limited = NewRequest(9, ids(1, 2), 2, 0, ids(6), FullSampling(), token_limit=20)
+    news = (new, pooled, limited)
+    step = StepInput(4, ids(1, 2), news, ((3, ids(9)),), ids(3, 1, 7, 3), ids(11, 12))
     wire = pickle.loads(pickle.dumps(step.to_wire()))
     assert StepInput.from_wire(wire) == step
     assert type(StepInput.from_wire(wire).new[0].sampling) is FullSampling
+
+
+def test_a_request_without_a_token_limit_has_no_place_for_one_on_the_wire() -> None:
+    new = NewRequest(9, ids(1, 2), 2, 0, ids(6), FullSampling())
+    sizes = []
+    for request in (new, new._replace(token_limit=20)):
+        (packed,) = StepInput(0, b"", (request,), (), None, b"").to_wire()[2]
+        sizes.append(len(packed))
+    assert sizes == [7, 8]
 
 
 def test_a_steady_step_of_256_requests_is_small() -> None:

@@ -51,7 +51,7 @@ class Intake:
                 raise ValueError(f"bad_words {word!r}: the engine has no tokenizer; give its ids")
         sampling = self._for_sampler(params, seed=0)
         check_full_sampling(sampling, self._vocab_size)
-        _check_logprobs_fit(len(prompt), sampling)
+        _check_logprobs_fit(len(prompt), sampling, self._scheduler.drafts.max_query_len)
         return prompt
 
     def requests(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
@@ -110,12 +110,13 @@ def child_seed(seed: int, child: int) -> int:
     return int.from_bytes(hashlib.blake2b(message, digest_size=8).digest(), "little")
 
 
-def _check_logprobs_fit(prompt_len: int, sampling: FullSampling) -> None:
+def _check_logprobs_fit(prompt_len: int, sampling: FullSampling, query_len: int) -> None:
     """Refuse log-probabilities that the ranks have no room for."""
-    entries = sampling.num_logprob_entries(prompt_len)
+    entries = sampling.num_logprob_entries(prompt_len, query_len)
     if entries > MAX_LOGPROB_ENTRIES:
+        places = f" in {query_len} places (speculative decoding)" if query_len > 1 else ""
         raise ValueError(
             f"prompt_logprobs {sampling.prompt_logprobs} for {prompt_len} prompt tokens and "
-            f"logprobs {sampling.logprobs}: {entries} log-probabilities in one step, but the "
-            f"limit is {MAX_LOGPROB_ENTRIES}; use smaller numbers or a shorter prompt"
+            f"logprobs {sampling.logprobs}{places}: {entries} log-probabilities in one step, but "
+            f"the limit is {MAX_LOGPROB_ENTRIES}; use smaller numbers or a shorter prompt"
         )

@@ -32,7 +32,7 @@ class Roster:
         self.table = table
         self.blocks = blocks
         self.block_size = table.block_size
-        self.pools = SamplerPools()
+        self.pools = SamplerPools(table.stride)
         self.has_prefix_cache = prefix_cache
         self.requests: dict[int, Request] = {}  # all but those that have ended
         self.waiting: OrderedDict[int, Request] = OrderedDict()

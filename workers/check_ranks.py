@@ -16,8 +16,9 @@ norm that a GPU folds into a projection of few rows is a part of one). For that 
 compared with the checkpoint after loading (nanorunner/check_shards.py).
 
 A digest is exact to the bit: one different element always changes it, several do but for one case
-in 2**32. It is read by rank 0 at each place, so a step takes several times as long, and runs
-eagerly: a graph's replay comes to no place. Without the flag none of this exists.
+in 2**32. Rank 0 reads the digests at each place, so a step takes longer: SmolLM2 at tp 2, one
+request, on two busy cores 1.2 to 2.4 times as long in three pairs of runs. It runs eagerly: a
+graph's replay comes to no place. Without the flag none of this exists.
 """
 
 from __future__ import annotations

@@ -75,9 +75,12 @@ class FullSampling(NamedTuple):
         is_off = self.repetition_penalty == 1 and self.presence_penalty == 0
         return not (is_off and self.frequency_penalty == 0)
 
-    def num_logprob_entries(self, prompt_len: int) -> int:
-        """Return how many (id, log-probability) pairs one step may bring the request at most."""
-        return (self.logprobs + 1) + prompt_len * (self.prompt_logprobs + 1)
+    def num_logprob_entries(self, prompt_len: int, query_len: int = 1) -> int:
+        """Return how many (id, log-probability) pairs one step may bring the request at most.
+
+        query_len: places of a decode, each of which has its own (workers/places.py).
+        """
+        return query_len * (self.logprobs + 1) + prompt_len * (self.prompt_logprobs + 1)
 
     def needs(self, greedy_below: float) -> Need:
         """Return the stages that the request's row needs, for as long as it runs.

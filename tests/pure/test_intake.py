@@ -17,7 +17,9 @@ EOS = frozenset({2, 3, -1, 10_000})  # configurations name ids that no vocabular
 PROMPT = [5, 6, 7]
 
 
-def make_intake(seed: int = 0, runner: str = "v2", vocab_size: int = VOCAB) -> Intake:
+def make_intake(
+    seed: int = 0, runner: str = "v2", vocab_size: int = VOCAB, num_speculative_tokens: int = 0
+) -> Intake:
     scheduler = Scheduler(
         max_num_seqs=4,
         max_num_batched_tokens=64,
@@ -27,6 +29,7 @@ def make_intake(seed: int = 0, runner: str = "v2", vocab_size: int = VOCAB) -> I
         eos_token_ids=EOS,
         depth=2,
         send_sampled_ids=False,
+        num_speculative_tokens=num_speculative_tokens,
     )
     return Intake(scheduler, vocab_size, seed, runner)
 
@@ -148,3 +151,11 @@ def test_an_embedding_may_fill_the_whole_length_and_samples_nothing() -> None:
     ):
         with pytest.raises(ValueError, match=words):
             intake.embedding(prompt, pooling)
+
+
+def test_drafts_multiply_the_log_probabilities_of_a_step() -> None:
+    vocab_size = MAX_LOGPROB_ENTRIES // 4
+    params = SamplingParams(logprobs=vocab_size)
+    make_intake(vocab_size=vocab_size, num_speculative_tokens=2).check([1, 2], params)
+    with pytest.raises(ValueError, match="in 5 places"):
+        make_intake(vocab_size=vocab_size, num_speculative_tokens=4).check([1, 2], params)

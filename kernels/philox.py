@@ -19,12 +19,9 @@ import torch
 
 from nanorunner.kernels.triton_support import jit, tl
 
-# Which draw of a (request, position) this is. Speculation's three draws must not share noise with
-# each other: a resample that reuses its proposal's noise leans away from what the draft liked.
+# Which draw of a (request, position) this is. There is one: speculation verifies by sampling
+# (kernels/accept_drafts.py), and a draft model draws with the noise of the draw that judges it.
 USE_SAMPLE = 0
-USE_DRAFT = 1
-USE_ACCEPT = 2
-USE_RESAMPLE = 3
 
 # What gumbel_noise can return, rounded outwards; the ends come from words 2**32 - 1 and 0.
 MIN_NOISE = -2.82

@@ -1,7 +1,7 @@
-"""Write README's table of measurements from benchmarks/h200/*.json, between its two markers.
+"""Write the READMEs' table of measurements from benchmarks/h200/*.json, between two markers.
 
-    python scripts/readme_table.py            rewrite README.md
-    python scripts/readme_table.py --check    exit 1 when README.md and the files differ
+    python scripts/readme_table.py            rewrite README.md and README.zh.md
+    python scripts/readme_table.py --check    exit 1 when one of them and the files differ
 
 One row a file of scripts/bench_engine.py: output tokens/s of each load, median of its repeats.
 """
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+READMES = ("README.md", "README.zh.md")
 BEGIN, END = "<!-- table:", "<!-- /table -->"
 LOADS = ["b1", "b8", "b64", "b256", "nano"]
 
@@ -55,24 +56,29 @@ def table(results: list[dict[str, Any]]) -> str:
 
 
 def with_table(readme: str, body: str) -> str:
-    """Return the text of README with `body` between the markers."""
+    """Return a README's text with `body` between the markers."""
     begin = readme.index("\n", readme.index(BEGIN)) + 1
     return readme[:begin] + body + "\n" + readme[readme.index(END) :]
 
 
 def main() -> int:
-    """Rewrite or check README.md; return the exit code."""
+    """Rewrite or check the READMEs; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    path = ROOT / "README.md"
-    before = path.read_text()
-    after = with_table(before, table(read_results(ROOT / "benchmarks" / "h200")))
-    if arguments.check:
-        print("up to date" if before == after else "README.md differs: run without --check")
-        return int(before != after)
-    path.write_text(after)
-    return 0
+    body = table(read_results(ROOT / "benchmarks" / "h200"))
+    code = 0
+    for path in (ROOT / name for name in READMES):
+        before = path.read_text(encoding="utf-8")
+        after = with_table(before, body)
+        if not arguments.check:
+            path.write_text(after, encoding="utf-8")
+        elif before != after:
+            print(f"{path.name} differs: run without --check")
+            code = 1
+        else:
+            print(f"{path.name} is up to date")
+    return code
 
 
 if __name__ == "__main__":

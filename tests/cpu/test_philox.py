@@ -55,7 +55,7 @@ def test_the_first_words_of_a_seed_never_change() -> None:
     assert [f"{word:08x}" for word in words] == ["57bb2601", "88b4b834", "ebbaa011"]
 
 
-@pytest.mark.parametrize("use", [philox.USE_SAMPLE, philox.USE_RESAMPLE])
+@pytest.mark.parametrize("use", [philox.USE_SAMPLE, 3])
 def test_triton_and_the_reference_give_the_same_words(use: int) -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0])
     positions = torch.tensor([0, 5, 2**31, 2**32 - 1, 40_959, 131_071])

@@ -49,6 +49,11 @@ def english_pages() -> list[Path]:
     return sorted(p for p in WORKSHOP.glob("*.md") if not p.name.endswith(CHINESE))
 
 
+def chinese_pages() -> list[Path]:
+    """Return the workshop's Chinese pages in the order of their names."""
+    return sorted(WORKSHOP.glob(f"*{CHINESE}"))
+
+
 def fences(page: str) -> list[Fence]:
     """Return the fenced blocks of a page's text; ValueError for one that never ends."""
     found: list[Fence] = []
@@ -82,9 +87,11 @@ def commands(fence: Fence) -> list[Command]:
 
 
 def pair_problem(english: str, translated: str) -> str:
-    """Return how a translated page's blocks or headings differ from the English ones; "" if not.
+    """Return how a translated page differs from the English one where it must not; "" if it agrees.
 
-    Commands, outputs and code must be the same; a drawing's words and the headings' may differ.
+    Commands, outputs and code must be the same, and the headings' levels and numbers; a drawing's
+    words and the headings' may differ. What is code or a number in the English text is in the
+    translated one as well, so that a change of the one page is noticed in the other.
     """
     ours, theirs = fences(english), fences(translated)
     if len(ours) != len(theirs):
@@ -92,15 +99,31 @@ def pair_problem(english: str, translated: str) -> str:
     for number, (own, other) in enumerate(zip(ours, theirs, strict=True), start=1):
         if own.kind != other.kind or (own.kind != TEXT and own.lines != other.lines):
             return f"line {other.line}: block {number} is not the English one of line {own.line}"
-    levels = [_heading_levels(page) for page in (english, translated)]
+    levels = [_headings(page) for page in (english, translated)]
     if levels[0] != levels[1]:
-        return f"the headings' levels are {levels[1]}, in English {levels[0]}"
+        return f"the headings' levels and numbers are {levels[1]}, in English {levels[0]}"
+    if missing := _code_and_numbers(english) - _code_and_numbers(translated):
+        return f"in the English text, but not here: {', '.join(sorted(missing))}"
     return ""
 
 
-def _heading_levels(page: str) -> list[int]:
-    prose = re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
-    return [len(signs) for signs in re.findall(r"^(#+) ", prose, re.MULTILINE)]
+def prose(page: str) -> str:
+    """Return a page's text without its blocks."""
+    return re.sub(r"^```.*?^```$", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def _headings(page: str) -> list[tuple[int, list[str]]]:
+    """Return each heading's level and numbers, sorted, for languages order them differently."""
+    found = re.findall(r"^(#+) (.*)$", prose(page), re.MULTILINE)
+    return [(len(signs), sorted(re.findall(r"\d+", words))) for signs, words in found]
+
+
+def _code_and_numbers(page: str) -> set[str]:
+    """Return what stands in backticks in a page's text, and the numbers of what does not."""
+    said = prose(page)
+    code = {" ".join(span.split()) for span in re.findall(r"`([^`]+)`", said)}
+    said = re.sub(r"`[^`]+`|\]\([^)]*\)", "", said)
+    return code | set(re.findall(r"\d+(?:[.,]\d+)*", said))
 
 
 def mismatch(expected: Sequence[str], seen: Sequence[str]) -> str:

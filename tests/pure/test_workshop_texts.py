@@ -25,11 +25,13 @@ from lab_text import (
     TEXT,
     WORKSHOP,
     Command,
+    chinese_pages,
     commands,
     english_pages,
     fences,
     mismatch,
     pair_problem,
+    prose,
 )
 
 from nanorunner import cli
@@ -39,9 +41,14 @@ from nanorunner.workshop import cli as workshop
 from nanorunner.workshop.code_exercises import EXERCISES
 from nanorunner.workshop.questions import QUESTIONS
 
-PAGES = english_pages()
+PAGES = english_pages() + chinese_pages()
 LABS = [page for page in PAGES if page.name[0].isdigit()]
-HEADINGS = ["Goal", "Before you start", "Questions", "What was learnt", "Presenter's notes"]
+HEADINGS = {
+    ".md": ["Goal", "Before you start", "Questions", "What was learnt", "Presenter's notes"],
+    CHINESE: ["目标", "准备", "小测", "小结", "讲师备注"],
+}
+MINUTES = r"(\d+) (?:minutes?|分钟)"
+TIME_TABLES = ["README.md", f"README{CHINESE}"]
 TOTAL_MINUTES = 180
 PROGRAM = ["python", "-m", "nanorunner"]
 SCRIPTS = "../scripts/"  # from the folder lab
@@ -57,11 +64,6 @@ def text(page: Path) -> str:
 def commands_of(page: Path, *kinds: str) -> list[Command]:
     """Return the commands of a page's blocks of these kinds."""
     return [c for fence in fences(text(page)) if fence.kind in kinds for c in commands(fence)]
-
-
-def prose(page: Path) -> str:
-    """Return a page without its blocks."""
-    return re.sub(r"^```.*?^```$", "", text(page), flags=re.MULTILINE | re.DOTALL)
 
 
 @for_each_page
@@ -103,14 +105,14 @@ def test_every_command_of_ours_parses(page: Path) -> None:
 
 @for_each_page
 def test_every_file_flag_and_link_that_a_page_names_exists(page: Path) -> None:
-    said = prose(page)
+    said = prose(text(page))
     for link in re.findall(r"\]\(([^)#]+)", said):
         assert link.startswith("https://") or (page.parent / link).exists(), link
     made = "\n".join(line for c in commands_of(page, CONSOLE) for line in c.expected)
     for name in re.findall(r"`([\w./-]+/[\w.-]+)`", said):
         assert (ROOT / name).exists() or name in made, name
     known = {flag for parser in _parsers() for flag in parser.long_flags()}
-    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said)) <= known
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", said, re.ASCII)) <= known
 
 
 @for_each_page
@@ -120,19 +122,24 @@ def test_no_page_names_a_path_of_one_machine(page: Path) -> None:
 
 @for_each_lab
 def test_a_lab_has_its_parts_and_its_minutes_are_those_of_the_time_table(page: Path) -> None:
-    headings = re.findall(r"^## (.*?)(?: \(\d+ minutes?\))?$", prose(page), re.MULTILINE)
-    assert [heading for heading in headings if heading in HEADINGS] == HEADINGS
-    told = re.search(r"^(\d+) minutes", text(page), re.MULTILINE)
+    said = prose(text(page))
+    suffix = CHINESE if page.name.endswith(CHINESE) else ".md"
+    wanted = HEADINGS[suffix]
+    headings = re.findall(rf"^## (.*?)(?:\W+{MINUTES}\W)?$", said, re.MULTILINE)
+    assert [heading for heading, _ in headings if heading in wanted] == wanted
+    told = re.search(rf"^{MINUTES}", said, re.MULTILINE)
     assert told is not None
-    in_table = re.search(rf"\]\({re.escape(page.name)}\) \| (\d+) \|", text(WORKSHOP / "README.md"))
+    table = text(WORKSHOP / f"README{suffix}")
+    in_table = re.search(rf"\]\({re.escape(page.name)}\) \| (\d+) \|", table)
     assert in_table is not None
     assert told[1] == in_table[1]
-    parts = sum(map(int, re.findall(r"^## .*\((\d+) minutes?\)$", prose(page), re.MULTILINE)))
+    parts = sum(int(minutes) for _, minutes in headings if minutes)
     assert parts <= int(told[1]) <= parts + 5
 
 
-def test_the_time_table_adds_up_to_three_hours() -> None:
-    rows = re.findall(r"^\| [^|]* \| (\d+) \|", text(WORKSHOP / "README.md"), re.MULTILINE)
+@pytest.mark.parametrize("table", TIME_TABLES)
+def test_the_time_table_adds_up_to_three_hours(table: str) -> None:
+    rows = re.findall(r"^\| [^|]* \| (\d+) \|", text(WORKSHOP / table), re.MULTILINE)
     *parts, together = map(int, rows)
     assert sum(parts) == together == TOTAL_MINUTES
 
@@ -145,15 +152,18 @@ def test_every_question_and_every_code_exercise_is_in_a_lab() -> None:
     assert solved == set(EXERCISES)
 
 
-def test_a_translated_page_has_the_blocks_of_the_english_one() -> None:
-    """Not parametrized: while there is no translation, an empty list would count as a skip."""
-    for page in sorted(WORKSHOP.glob(f"*{CHINESE}")):
-        english = page.with_name(page.name.removesuffix(CHINESE) + ".md")
-        assert english in PAGES, f"{page.name}: there is no {english.name}"
-        assert pair_problem(text(english), text(page)) == "", page.name
+def test_every_page_has_a_translation() -> None:
+    names = [page.name.removesuffix(".md") + CHINESE for page in english_pages()]
+    assert names == [page.name for page in chinese_pages()]
 
 
-ENGLISH = "# Lab\n\n## Goal\n\n```console\n$ echo a\na\n```\n\n```text\nbox\n```\n"
+@pytest.mark.parametrize("page", chinese_pages(), ids=[page.stem for page in chinese_pages()])
+def test_a_translated_page_has_the_blocks_of_the_english_one(page: Path) -> None:
+    english = page.with_name(page.name.removesuffix(CHINESE) + ".md")
+    assert pair_problem(text(english), text(page)) == ""
+
+
+ENGLISH = "# Lab 1\n\n## Goal\n\n3 of `a/b`\n\n```console\n$ echo a\na\n```\n\n```text\nbox\n```\n"
 
 
 @pytest.mark.parametrize(
@@ -161,10 +171,14 @@ ENGLISH = "# Lab\n\n## Goal\n\n```console\n$ echo a\na\n```\n\n```text\nbox\n```
     [
         (("## Goal", "## Ziel"), ""),
         (("box", "Kasten"), ""),
-        (("echo a\na", "echo b\nb"), "line 5: block 1"),
+        (("echo a\na", "echo b\nb"), "line 7: block 1"),
         (("```text\nbox\n```\n", ""), "2 blocks, but 1 here"),
-        (("```console", "```console gpu"), "line 5: block 1"),
+        (("```console", "```console gpu"), "line 7: block 1"),
         (("## Goal", "Goal"), "headings"),
+        (("# Lab 1", "# Lab 2"), "headings"),
+        (("3 of `a/b`", "`a/b`, 3"), ""),
+        (("3 of", "4 of"), "not here: 3"),
+        (("`a/b`", "`a/c`"), "not here: a/b"),
     ],
 )
 def test_a_translation_whose_blocks_or_headings_differ_is_found(

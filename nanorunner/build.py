@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanorunner.check_shards import check_shards
+from nanorunner.draft_control import DraftController
 from nanorunner.engine import Engine
 from nanorunner.launch import Ranks
 from nanorunner.resolve import Resolved
@@ -96,8 +97,6 @@ def _speculation(resolved: Resolved) -> dict[str, Any]:
     speculation = resolved.runner_config.speculation
     if speculation is None:
         return {}
-    from nanorunner.draft_control import DraftController  # TEMPORARY
-
     count = speculation.num_tokens
     controller = DraftController(count) if resolved.config.speculative_adaptive else None
     return {"num_speculative_tokens": count, "controller": controller}

@@ -63,6 +63,11 @@ SIDES = Path(__file__).with_name("speculation_sides.py")
 ORACLE_MODEL, ORACLE_DRAFTS = "qwen3-8b", 4
 PROMPT_ROOM = 512  # tokens of a text prompt at most, also where a token is a byte
 LOG_LINES = 30  # of an engine that failed
+DRAFTS_HELP = f"drafts a step (default 7 for ngram, {ORACLE_DRAFTS} for the oracle)"
+TOKENS_HELP = "ids of a request: of text at most, of the oracle's exactly (default 256)"
+WAYS_HELP = f"some of {NGRAM} (always drafts), {ADAPTIVE} (ngram, turned down where it loses)"
+TEXT_ALONE = ("ways", "num_prompts", "byte_ids", "load_format")
+ORACLE_ALONE = ("input_len", "limit")
 TEXT_FORMAT = "{:>5} {:<10} {:<9} {:>9} {:>6} {:>7} {:>6}  {}"
 ORACLE_FORMAT = "{:>5} {:>5} {:>9} {:>10} {:>9} {:>6} {:>9} {:>9} {:>7} {:>6}"
 
@@ -72,36 +77,53 @@ Result = dict[str, Any]
 def make_parser() -> Parser:
     """Return the parser of this script's flags."""
     parser = Parser(prog="bench_speculation", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--oracle", type=probabilities, metavar="P,P", help="of drafts to be right")
-    parser.add_argument("--model", metavar="NAME", help="default: the embedded one, or qwen3-8b")
-    parser.add_argument("--tp", type=count_above_0, default=1, metavar="N")
-    parser.add_argument("--batch-sizes", type=counts, default=[1, 8], metavar="N,N")
-    parser.add_argument("--ways", type=ways, default=[NGRAM], metavar="NAME", help=WAYS_HELP)
-    parser.add_argument("--num-speculative-tokens", type=count_above_0, metavar="K")
-    parser.add_argument("--rounds", type=count_above_0, default=2, help="engines a side")
-    parser.add_argument("--repeats", type=count_above_0, default=3, help="passes an engine")
-    parser.add_argument("--num-prompts", type=count_above_0, default=32, help="text")
-    parser.add_argument("--num-tokens", type=count_above_0, default=256, help="most ids of one")
-    parser.add_argument("--input-len", type=count_above_0, default=128, help="oracle")
-    parser.add_argument("--limit", type=number_above_0, default=10.0, help="oracle: percent")
-    parser.add_argument("--byte-ids", action="store_true", help="for a model without a tokenizer")
-    parser.add_argument("--load-format", default="auto", help="dummy: random weights")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--gpu-memory-utilization", type=float, default=0.85)
-    parser.add_argument("--enforce-eager", action="store_true")
-    parser.add_argument("--time-limit", type=number_above_0, default=900.0, help="s, of an engine")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add = parser.add_argument
+    add("--oracle", type=probabilities, metavar="P,P", help="how often a draft is right, each P")
+    add("--model", metavar="NAME", help=f"default: the embedded one; --oracle: {ORACLE_MODEL}")
+    add("--tp", type=count_above_0, default=1, metavar="N")
+    add("--batch-sizes", type=counts, default=[1, 8], metavar="N,N", help="default 1,8")
+    add("--num-speculative-tokens", type=count_above_0, metavar="K", help=DRAFTS_HELP)
+    add("--rounds", type=count_above_0, default=2, metavar="N", help="engines a side (default 2)")
+    add("--repeats", type=count_above_0, default=3, metavar="N", help="passes of one (default 3)")
+    add("--num-tokens", type=count_above_0, default=256, metavar="N", help=TOKENS_HELP)
+    add("--time-limit", type=number_above_0, default=900.0, metavar="S", help="of an engine (900)")
+    add("--out", type=Path, metavar="FILE", help="also write the JSON here")
+    add = parser.add_argument_group("text").add_argument
+    add("--ways", type=ways, default=[NGRAM], metavar="NAME,NAME", help=WAYS_HELP)
+    add("--num-prompts", type=count_above_0, default=32, metavar="N", help="in all (default 32)")
+    add("--byte-ids", action="store_true", help="for a model without a tokenizer")
+    add("--load-format", default="auto", metavar="NAME", help="dummy: random weights")
+    add = parser.add_argument_group("oracle").add_argument
+    add("--input-len", type=count_above_0, default=128, metavar="N", help="default 128")
+    add("--limit", type=number_above_0, default=10.0, metavar="PERCENT", help="default 10")
+    add = parser.add_argument_group("engine").add_argument
+    add("--device", default="auto")
+    add("--dtype", default="auto")
+    add("--gpu-memory-utilization", type=number_above_0, default=0.85, metavar="X")
+    add("--enforce-eager", action="store_true")
     return parser
 
 
-WAYS_HELP = f"text: some of {NGRAM} (always drafts), {ADAPTIVE} (ngram, turned down where it loses)"
+def check(parser: Parser, args: argparse.Namespace) -> None:
+    """Refuse flags that would be ignored, and batches that would never be full."""
+    is_oracle = args.oracle is not None
+    for name in TEXT_ALONE if is_oracle else ORACLE_ALONE:
+        if getattr(args, name) != parser.get_default(name):
+            where = "with" if is_oracle else "without"
+            flag = "--" + name.replace("_", "-")
+            parser.error(f"{flag}: means nothing {where} --oracle; leave it out")
+    least = max(args.batch_sizes) * len(TASKS)
+    if not is_oracle and args.num_prompts < least:
+        parser.error(
+            f"--num-prompts {args.num_prompts}: {len(TASKS)} tasks in batches of "
+            f"{max(args.batch_sizes)} need {least} or more"
+        )
 
 
 def make_jobs(args: argparse.Namespace) -> list[Job]:
     """Return one job for each side, the plain one first."""
     is_oracle = args.oracle is not None
-    most = max(args.batch_sizes)
+    num_drafts = args.num_speculative_tokens or (ORACLE_DRAFTS if is_oracle else None)
     settings = {
         "tp": args.tp,
         "device": args.device,
@@ -109,7 +131,7 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
         "gpu_memory_utilization": args.gpu_memory_utilization,
         "enforce_eager": args.enforce_eager,
         "prefix_cache": False,
-        "max_num_seqs": most,
+        "max_num_seqs": max(args.batch_sizes),
         "model": args.model or (ORACLE_MODEL if is_oracle else ""),
         "max_model_len": (args.input_len if is_oracle else PROMPT_ROOM) + args.num_tokens,
         "load_format": "dummy" if is_oracle else args.load_format,
@@ -128,7 +150,7 @@ def make_jobs(args: argparse.Namespace) -> list[Job]:
     for side in [ORACLE] if is_oracle else args.ways:
         drafting = {
             "speculative": NGRAM,
-            "num_speculative_tokens": args.num_speculative_tokens,
+            "num_speculative_tokens": num_drafts,
             "speculative_adaptive": side == ADAPTIVE,
         }
         jobs.append(Job(side=side, settings=settings | drafting, **common))
@@ -254,14 +276,7 @@ def main(argv: list[str]) -> int:
     """Measure, print and return the exit code."""
     parser = make_parser()
     args = parser.parse(argv)
-    if args.oracle is not None:
-        args.num_speculative_tokens = args.num_speculative_tokens or ORACLE_DRAFTS
-    elif args.num_prompts < max(args.batch_sizes) * len(TASKS):
-        least = max(args.batch_sizes) * len(TASKS)
-        parser.error(
-            f"--num-prompts {args.num_prompts}: {len(TASKS)} tasks in batches of "
-            f"{max(args.batch_sizes)} need {least} or more"
-        )
+    check(parser, args)
     started = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
         results = take_turns(args, make_jobs(args))
@@ -270,8 +285,12 @@ def main(argv: list[str]) -> int:
         return 1
     rows = compare(args, results)
     first = results[PLAIN][0]
-    without = ("ids", "texts", "machine", "commit")
-    turns = [{n: v for n, v in one.items() if n not in without} for r in results.values() for one in r]
+    left_out = ("ids", "texts", "machine", "commit")
+    turns = [
+        {name: value for name, value in result.items() if name not in left_out}
+        for results_of_side in results.values()
+        for result in results_of_side
+    ]
     good = is_good(args, rows)
     report = {
         "benchmark": "speculation",

@@ -61,7 +61,6 @@ SMALL: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "max_model_len": 700,
     "max_num_seqs": 8,
-    "max_num_reqs": 16,  # the fewest: a freed row is taken again at once
     "max_num_batched_tokens": 96,  # most prompts come in chunks
     "num_blocks": 7,  # some requests need three: they preempt each other
 }
@@ -283,6 +282,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """Record, replay and compare; return the report."""
     settings = SMALL | {"model": args.model, "tp": args.tp, "device": args.device}
     settings |= {"dtype": args.dtype, "seed": args.seed, "async_depth": args.depth}
+    # the fewest: a freed row is taken again at once
+    settings |= {"max_num_reqs": max(args.depth, 2) * SMALL["max_num_seqs"]}
     settings |= fuzz_drafting.settings_of(args.speculative, args.draft_model, args.model)
     config = resolve(make_config(settings | {"enforce_eager": args.enforce_eager})).runner_config
     report: dict[str, Any] = {"fuzz": "race", "good": False} | vars(args)
@@ -331,7 +332,10 @@ def main(argv: list[str]) -> int:
         parser.error("--plant drafts: there are none; add --speculative ngram or draft")
     if args.draft_model is not None and args.speculative != "draft":
         parser.error(f"--draft-model {args.draft_model}: only with --speculative draft")
-    report = run(args)
+    try:
+        report = run(args)
+    except ValueError as error:  # settings that cannot work; a run's own errors are in its report
+        parser.error(str(error))
     for key, value in report.items():
         print(f"{key:24} {value}")
     print(json.dumps(report))

@@ -123,10 +123,8 @@ def oracle_rows(
         plain_rate = _rate([(one.window_ids, one.window_s) for one in without])
         for probability in sorted({one.probability for one in ran if one.probability}):
             chosen = [one for one in ran if one.probability == probability]
-            ids, steps = (
-                sum(one.window_ids for one in chosen),
-                sum(one.window_steps for one in chosen),
-            )
+            ids = sum(one.window_ids for one in chosen)
+            row_steps = batch_size * sum(one.window_steps for one in chosen)
             rate = _rate([(one.window_ids, one.window_s) for one in chosen])
             formula = expected_ids(probability, num_drafts)
             expected, measured = formula * plain_s / verify_s, rate / plain_rate
@@ -139,7 +137,7 @@ def oracle_rows(
                     "plain_step_ms": round(plain_s * 1000, 4),
                     "verify_step_ms": round(verify_s * 1000, 4),
                     "expected_ids_a_step": round(formula, 4),
-                    "ids_a_step": round(ids / (steps * batch_size), 4),
+                    "ids_a_step": round(ids / row_steps, 4),
                     "expected_speed_up": round(expected, 4),
                     "speed_up": round(measured, 4),
                     "difference_percent": round(100 * (measured / expected - 1), 2),

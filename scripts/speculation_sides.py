@@ -134,9 +134,7 @@ def start(job: Job) -> LLM:
         return LLM(**job.settings)
 
 
-def text_passes(
-    llm: LLM, job: Job, texts: Sequence[str]
-) -> tuple[list[Pass], dict[str, Prompts]]:
+def text_passes(llm: LLM, job: Job, texts: Sequence[str]) -> tuple[list[Pass], dict[str, Prompts]]:
     """Return each repeat's passes, one a task, and the ids of all prompts for each batch size."""
     params = SamplingParams(temperature=0, max_tokens=job.num_tokens)
     requests: list[Request] = []

@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.append(str(ROOT / "scripts"))  # its files import each other by their bare names
+
+from scripts.race_fuzz import main  # noqa: E402
 
 pytestmark = pytest.mark.limit(200)
 
@@ -48,3 +51,44 @@ def test_a_token_that_was_lost_on_its_way_is_found() -> None:
     assert report["different_steps"] > 0
     assert report["first_differences"][0].startswith("step 4")
     assert not report["same_memory_at_the_end"]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [("draft", "--steps", "80", "--seed", "2"), ("ngram", "--steps", "40", "--tp", "2")],
+    ids=["draft", "ngram, two ranks"],
+)
+def test_drafts_are_proposed_and_accepted_alike(flags: tuple[str, ...]) -> None:
+    code, report = fuzz("--speculative", *flags)
+    assert (code, report["problem"], report["first_differences"]) == (0, "", [])
+    assert report["same_memory_at_the_end"]
+    events = report["events"]
+    for name in ("verify_steps", "drafts_accepted", "drafts_rejected", "changes_of_query_len"):
+        assert events[name] > 0, events
+    assert events["mixed_steps"] > 0
+    assert events["verify_steps"] < report["steps_run"]
+
+
+def test_drafts_that_are_written_late_are_found() -> None:
+    """A draft accepted or not is all that it changes: ids that come out are plain decoding's."""
+    code, report = fuzz("--speculative", "draft", "--steps", "60", "--plant", "drafts")
+    assert (code, report["problem"]) == (1, "")
+    assert report["different_steps"] > 0
+    assert report["first_differences"][0].startswith("step 4")
+    assert not report["same_memory_at_the_end"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--plant", "drafts"], "--plant drafts: there are none; add --speculative ngram or draft"),
+        (["--draft-model", "tiny-llama"], "tiny-llama: only with --speculative draft"),
+    ],
+)
+def test_flags_that_would_be_ignored_are_refused(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(flags)
+    assert caught.value.code == 2
+    assert words in capsys.readouterr().err

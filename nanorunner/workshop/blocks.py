@@ -17,7 +17,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from nanorunner.config import make_config
+from nanorunner.config import Config, make_config
 from nanorunner.did_you_mean import did_you_mean
 from nanorunner.errors import RankDied
 from nanorunner.exit_codes import OK, RANK_DIED, REQUEST_FAILED
@@ -39,8 +39,12 @@ DEFAULTS = {
 LENGTHS = (470, 474, 40, 300)  # of the default prompts
 IS_ALIKE = (True, True, False, True)  # begins with the same BLOCK_SIZE tokens
 # Settings that would be ignored in silence.
-NOT_HERE = {"trace": "a walk records no times", "step_times": "a walk records no times"} | {
-    name: "a walk shows blocks, not frames" for name in ("tap", "tap_json")
+NOT_HERE = {
+    "trace": "a walk records no times",
+    "step_times": "a walk records no times",
+    "tap": "a walk shows blocks, not frames",
+    "tap_json": "a walk shows blocks, not frames",
+    "speculative": "a walk gives each request one token a step",
 }
 DEFAULT_MAX_TOKENS = 60
 MOST_STEPS = 100_000  # of one command
@@ -80,7 +84,7 @@ def run(arguments: Namespace) -> int:
     """Walk until the commands end; 1 when one of a script's was wrong."""
     given = engine_settings(arguments)
     for name, reason in NOT_HERE.items():
-        if given.get(name):
+        if given.get(name, getattr(Config, name)) != getattr(Config, name):
             raise ValueError(f"--{name.replace('_', '-')}: {reason}; use `run`")
     defaults = {**DEFAULTS}
     if "kv_cache_gib" in given:  # the two size the same thing

@@ -73,7 +73,7 @@ def paged_attention_reference(
     out = torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     for i in range(num_reqs):
         start, end, seq_len = starts[i], starts[i + 1], seq_lens[i]
-        if end > start:
+        if end > start and seq_len > 0:
             k = _request_rows(k_cache, batch.block_tables[i], seq_len)
             v = _request_rows(v_cache, batch.block_tables[i], seq_len)
             out[start:end] = _attend(q[start:end], k, v, scale)

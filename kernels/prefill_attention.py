@@ -208,7 +208,8 @@ def _prefill_kernel(
             best, total, mixed, scale,
             NUM_KV_HEADS, HEAD_DIM, COLUMNS, BLOCK_TOKENS, TILE, True,
         )  # fmt: skip
-    tl.store(out_place, mixed / total[:, None], mask=q_mask)
+    # a request of length 0 has seen nothing: its sum is 0, and it gets zeros
+    tl.store(out_place, mixed / tl.where(total > 0, total, 1.0)[:, None], mask=q_mask)
 
 
 @jit()

@@ -19,6 +19,9 @@ clear. What all this costs, against always taking the faster way:
     the start   FIRST_STEPS with drafts, and the first probe: in that example 16 * 2 = 32 steps'
                 time, once in a bucket; 0.6 % of 5,000 steps
 
+Under a load whose prompts leave no two pure decode steps beside each other nothing can be measured;
+then, after LONGEST_UNSEEN steps, there are no drafts until something can.
+
 Time and acceptance are noisy, so a change must be clear beyond its standard error as well.
 """
 
@@ -39,6 +42,7 @@ CLEAR = 2.0  # standard errors, between slow averages
 SUDDEN = 3.0  # the same against a fast average, which varies more and is looked at as often
 DOUBT = 4.0  # a change that is less clear than this is looked at again soon
 RECHECK_STEPS = 256
+LONGEST_UNSEEN = 256
 KNOWN = 0.08  # relative standard error with which the way taken can be compared
 SLOW, FAST = 1 - 1 / 512, 1 - 1 / 32  # what an average keeps of its past at each step
 LONGEST_STEP = 3.0  # times the mean; longer is a pause of the caller, and counts as this much
@@ -110,6 +114,8 @@ class Bucket:
         self._ways = (Way(), Way())  # plain, drafting
         self._steps_to_probe = FIRST_STEPS
         self._probe_steps = 0  # scheduled in this probe
+        self._unseen_steps = 0  # scheduled since one was measured
+        self._has_said_unseen = False
 
     @property
     def _current(self) -> Way:
@@ -121,6 +127,10 @@ class Bucket:
 
     def next_is_drafting(self) -> bool:
         """Choose for the next step, which may be one of a probe."""
+        self._unseen_steps += 1
+        if self._unseen_steps > LONGEST_UNSEEN:
+            self._say_unseen()
+            return False
         if self.is_probing:
             self._probe_steps += 1
             # Its steps may be measured late or, with prompts among them, never.
@@ -135,6 +145,7 @@ class Bucket:
 
     def observe(self, is_drafting: bool, seconds: float, ids: float) -> None:
         """Take in a step, ids: of a request in the mean; then judge."""
+        self._unseen_steps = 0
         self._ways[is_drafting].add(seconds, ids)
         if min(way.num_steps for way in self._ways) < PROBE_STEPS:
             return
@@ -152,6 +163,15 @@ class Bucket:
             if gain > max(MARGIN, SUDDEN * error):
                 self._current.trust_the_fast()
                 self._switch_back()
+
+    def _say_unseen(self) -> None:
+        if not self._has_said_unseen:
+            self._has_said_unseen = True
+            logger.info(
+                "speculation for batches of %s: off while steps without prompts are too rare to "
+                "measure what it brings",
+                self._name,
+            )
 
     def _gain(self, *, is_fast: bool) -> tuple[float, float]:
         """Return by how much the other way is better, of the logarithm, and the standard error."""

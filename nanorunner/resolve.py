@@ -66,7 +66,7 @@ def resolve(config: Config, machine: Machine | None = None) -> Resolved:
     check_tp(config.tp, model.num_heads)
     speculation = resolve_speculation(config, model, notes)
     kv_cache_bytes = _resolve_kv_cache(config, model, speculation, notes)
-    _check_memory(config, model, machine)
+    _check_memory(config, model, speculation, machine)
     if source.load_format == "safetensors":
         check_checkpoint(source.folder, model)
     runner_config = _runner_config(config, model, source, kv_cache_bytes, speculation)
@@ -242,22 +242,31 @@ def num_parameters(model: ModelConfig) -> int:
     return model.num_layers * (attention + mlp) + tables
 
 
-def _check_memory(config: Config, model: ModelConfig, machine: Machine) -> None:
+def _check_memory(
+    config: Config, model: ModelConfig, speculation: Speculation | None, machine: Machine
+) -> None:
     """Refuse weights that cannot fit. What else a step needs is measured by profile()."""
     weights = num_parameters(model) * ITEM_BYTES[config.dtype]
+    drafting, beside = 0, ""  # a draft model is whole on every rank
+    if speculation is not None and speculation.draft is not None:
+        drafting = num_parameters(speculation.draft) * ITEM_BYTES[config.dtype]
+        beside = f" with draft_model {config.draft_model}"
     if config.device == "cpu":
+        weights += drafting * config.tp
         if weights > machine.free_memory_bytes:
             raise ValueError(
-                f"model {config.model or 'default'}: its weights take {weights / GIB:.1f} GiB in "
+                f"model {config.model or 'default'}{beside}: its weights take "
+                f"{weights / GIB:.1f} GiB in "
                 f"{config.dtype}, but {machine.free_memory_bytes / GIB:.1f} GiB of memory are "
                 f"free; use a smaller model or a narrower --dtype"
             )
         return
     gpu = machine.gpus[0]
-    share = weights if config.share_gpu else weights / config.tp
-    whose, way_out = "a rank's weights", "a larger --tp"
+    share = weights / config.tp + drafting
+    whose, way_out = f"a rank's weights{beside}", "a larger --tp"
     if config.share_gpu:
-        whose, way_out = f"the weights of {config.tp} ranks", "a smaller model"
+        share = weights + drafting * config.tp
+        whose, way_out = f"the weights of {config.tp} ranks{beside}", "a smaller model"
     room = gpu.total_bytes * config.gpu_memory_utilization
     if gpu.free_bytes is not None:
         room = min(room, gpu.free_bytes)

@@ -27,6 +27,7 @@ NOT_THERE = {
 MAX_TOKENS = 15  # drafts: with the newest token 16 places, what the kernels for few rows serve
 DEFAULT_TOKENS = {NGRAM: 7, DRAFT: 4}
 DEFAULT_NGRAM = (2, 4)  # shortest and longest suffix
+MAX_NGRAM = 16  # the kernel's loop over a suffix is unrolled: one of 128 compiles for a minute
 
 
 def check_speculation(config: Config) -> None:
@@ -62,9 +63,10 @@ def check_speculation(config: Config) -> None:
     if not 1 <= num_tokens(config) <= MAX_TOKENS:
         raise ValueError(f"num_speculative_tokens {num_tokens(config)}: use 1 to {MAX_TOKENS}")
     shortest, longest = ngram_lengths(config)
-    if not 1 <= shortest <= longest:
+    if not 1 <= shortest <= longest <= MAX_NGRAM:
         raise ValueError(
-            f"ngram_min {shortest}, ngram_max {longest}: use 1 <= ngram_min <= ngram_max"
+            f"ngram_min {shortest}, ngram_max {longest}: use 1 <= ngram_min <= ngram_max <= "
+            f"{MAX_NGRAM}"
         )
     places = config.max_num_seqs * (1 + num_tokens(config))
     if config.max_num_batched_tokens < places:

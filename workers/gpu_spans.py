@@ -92,6 +92,7 @@ class GpuSpans:
         self._new_graph_event = new_graph_event
         self._graph_problem = graph_problem
         self._num_replays = 0
+        self._num_steps = 0  # whose turn it is among a graph's copies
         self._capturing: GraphMarks | None = None
         # odd: attention's and the MLP's are timed in turns
         self._stride = all_reduces // NUM_TIMED_ALL_REDUCES | 1
@@ -116,6 +117,7 @@ class GpuSpans:
 
     def begin_step(self) -> None:
         """Read what has been passed meanwhile, and begin a step."""
+        self._num_steps += 1
         self._read_passed()
         if not self._pending and self._is_anchor_old():
             self.clock.anchor()  # nothing is enqueued: the last step has been read, or never was
@@ -144,7 +146,7 @@ class GpuSpans:
 
     def replay(self, copies: Sequence[Any]) -> Any:
         """Replay the copy (cuda_graphs.CapturedGraph) whose turn it is, and return it."""
-        captured = copies[self._num_replays % len(copies)]
+        captured = copies[self._num_steps % len(copies)]
         self._num_replays += 1
         if self._new_graph_event is None:
             self._marks.append((BEGIN, self._record()))

@@ -189,7 +189,7 @@ class SamplerV2:
         num_top = self.state.num_logprobs(rows)
         step = chunk_rows(logits.shape[1] * self._group.tp, logits.element_size())
         groups: list[LogprobGroup] = []
-        for is_member in _logprob_groups(num_top):
+        for is_member in _logprob_groups(num_top, rows):
             chosen = self._select(f"logprobs {len(groups)}", is_member)
             width = int(num_top[is_member].max())
             parts = []
@@ -309,15 +309,13 @@ def _any(needs: Int32, need: Need) -> bool:
     return bool((needs & np.int32(need)).any())
 
 
-def _logprob_groups(num_top: Int32) -> list[Mask]:
+def _logprob_groups(num_top: Int32, rows: Int64) -> list[Mask]:
     """Return the groups of places that are as wide as each other, as masks [n].
 
-    A row that asks for the whole vocabulary must not make its neighbours' results as wide.
+    A row that asks for the whole vocabulary must not make its neighbours' results as wide. All
+    places of a row (workers/places.py) are in one group.
     """
     is_narrow = (num_top >= 0) & (num_top <= FEW_LOGPROBS)
     groups = [is_narrow] if is_narrow.any() else []
-    for place in np.flatnonzero(num_top > FEW_LOGPROBS):
-        alone = np.zeros_like(is_narrow)
-        alone[place] = True
-        groups.append(alone)
-    return groups
+    wide = dict.fromkeys(rows[num_top > FEW_LOGPROBS].tolist())
+    return groups + [rows == row for row in wide]

@@ -182,7 +182,7 @@ class SamplingState:
     def needs(self, rows: Int64, positions: Int64 | None = None) -> Int32:
         """Return the Need bits [n] of a batch's rows [n]; -1, nobody, needs nothing.
 
-        positions [n]: of the input tokens, as far as the CPU knows, never too small: with them a
+        positions [n]: of the input tokens, as far as the CPU knows, never too large: with them a
         request that has its min_tokens is plain again.
         """
         needs = np.where(rows >= 0, self._needs[rows], 0).astype(np.int32)

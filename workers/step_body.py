@@ -190,7 +190,8 @@ class StepBody(RunnerStages):
         hidden = self._forward(buffers, batch)
         if recorder is not None:
             recorder.lap(FORWARD, on_gpu=True)
-        if speculator is not None and not places.is_verified_alone:  # as where a graph serves
+        # where all sample their only token, propose() writes what follow() would
+        if speculator is not None and not (max_query_len == 1 and num_sampled == len(rows)):
             speculator.follow(buffers, batch, hidden)
             if recorder is not None:
                 recorder.lap(DRAFT, on_gpu=True)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,7 +48,12 @@ def test_the_result_holds_every_repeat_and_the_ratio(tmp_path: Path) -> None:
     assert abs(summary["ratio"] - best["nanorunner"] / best["transformers"]) < 0.01
 
 
-def test_a_wrong_flag_is_refused_before_anything_starts() -> None:
-    done = run_bench("--batches", "1,x")
-    assert done.returncode == 2
-    assert "'x': use a whole number above 0" in done.stderr
+def test_a_wrong_flag_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    main = importlib.import_module("bench_cpu").main
+    with pytest.raises(SystemExit) as refused:
+        main(["--batches", "1,x"])
+    assert refused.value.code == 2
+    assert "'x': use a whole number above 0" in capsys.readouterr().err

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 
@@ -43,8 +46,13 @@ def test_the_result_is_one_json_line_that_says_how_to_repeat_it(tmp_path: Path) 
     assert result["command"].startswith("python scripts/bench_engine.py --model tiny-qwen3")
 
 
-def test_an_unknown_load_is_refused_before_anything_starts() -> None:
-    done = run_bench("--loads", "b2")
-    assert done.returncode == 2
-    assert "load 'b2': use some of" in done.stderr
-    assert done.stdout == ""
+def test_an_unknown_load_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    with pytest.raises(SystemExit) as refused:
+        importlib.import_module("bench_engine").main(["--loads", "b2"])
+    assert refused.value.code == 2
+    captured = capsys.readouterr()
+    assert "load 'b2': use some of" in captured.err
+    assert captured.out == ""

@@ -133,6 +133,8 @@ def test_accepted_ids_are_counted_each_and_the_others_are_not(count: Function) -
     state = with_limits(state_of(requests, 3, MAX_LEN, 1), [MAX_LEN] * 3)
     state.token_ids[0, 3:6] = 7
     state.token_ids[1, 3:6] = 6
+    assert state.num_drafts is not None
+    state.num_drafts.fill_(3)
     rows = int32([0] * 4 + [1] * 4 + [2])
     sampled = int64([7, 7, 7, 8, 5, 6, 6, 6, 9])
     accepted = int32([77] * 12)

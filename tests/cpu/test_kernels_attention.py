@@ -75,6 +75,19 @@ def test_padded_rows_are_zero_and_their_tables_are_never_followed(backend: str) 
         check_attention(case, run(case, backend))
 
 
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("requests", [[(1, 5), (1, 0), (1, 9)], [(1, 5), (1, 0), (3, 9)]])
+def test_a_place_that_is_nobody_is_zero_among_others(
+    requests: list[tuple[int, int]], backend: str
+) -> None:
+    """A verify step has such places: one token, and no length, past a request's limit."""
+    case = attention_case(requests, (6, 3, 64))
+    out = run(case, backend)
+    assert not out[1].any()
+    assert out[0].any()
+    assert out.isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     # The interpreter multiplies the bits of bfloat16 matrices; tests/gpu checks that dtype.

@@ -57,6 +57,16 @@ REFUSED: list[tuple[Machine, dict[str, Any], list[str]]] = [
         ["other programs leave 1.0 GiB", "larger --tp"],
     ),
     (LAPTOP, {"model": "qwen3-8b", **DUMMY}, ["30.5 GiB in float32", "8.0 GiB", "--dtype"]),
+    (
+        replace(LAPTOP, free_memory_bytes=6 * GIB),
+        {**QWEN, "speculative": "draft", "draft_model": "qwen3-8b"},
+        ["qwen3-0.6b with draft_model qwen3-8b", "32.7 GiB"],
+    ),
+    (
+        LAPTOP,
+        {**QWEN, "speculative": "draft", "draft_model": "tiny-qwen3"},
+        ["tiny-qwen3: its vocabulary has 1003 ids", "151936", "same tokenizer"],
+    ),
     (LAPTOP, {"model": "qwen3-0.6b"}, ["is a preset", "--load-format dummy"]),
     (LAPTOP, {"model": "qwen3-06b"}, ["did you mean qwen3-0.6b?"]),
     (LAPTOP, {"model": "/nowhere/model"}, ["no such folder"]),

@@ -269,7 +269,27 @@ def test_probes_end_even_if_no_step_is_ever_measured() -> None:
         )
     # from here on each step has prompts in it
     asked = [controller.query_len(4) for _ in range(2000)]
-    assert 0 < asked.count(1) <= 130
+    assert 0 < asked[:250].count(1) <= 130
+    assert set(asked[257:]) == {1}  # nothing is measured: no drafts until something is
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_without_two_pure_decode_steps_in_turn_there_are_no_drafts_for_long(every: int) -> None:
+    """Prompts in every step, or in every second one: what drafts bring is never seen."""
+    clock = SimulatedClock()
+    controller = DraftController(K, clock)
+    num_drafting = 0
+    for step in range(NUM_STEPS):
+        query_len = controller.query_len(8)
+        num_drafting += query_len > 1
+        clock.now_s += PLAIN_S
+        controller.step_read(step, 8 if step % every else 0, query_len, 8)
+    assert num_drafting <= 256
+    for step in range(NUM_STEPS, NUM_STEPS + 20):  # the prompts have ended
+        query_len = controller.query_len(8)
+        clock.now_s += PLAIN_S
+        controller.step_read(step, 8, query_len, 8)
+    assert controller.query_len(8) > 1
 
 
 def test_a_new_batch_size_begins_as_the_nearest_one_does() -> None:

@@ -150,6 +150,26 @@ def run_replays(
     return begins
 
 
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_two_graphs_a_step_lose_nothing_at_any_depth(depth: int) -> None:
+    """A draft model's own graph behind the step's: the copies of both take turns by the step."""
+    gpu = SimulatedGpu()
+    spans = make(gpu, copies=depth + 1)
+    graphs = [capture(gpu, spans), capture(gpu, spans)]
+    ends: list[int] = []
+    for step in range(40):
+        spans.begin_step()
+        for copies in graphs:
+            spans.replay(copies)
+        spans.end_step(step, 0)
+        ends.append(gpu._free_ns)
+        if step >= depth - 1:
+            gpu.host_ns = max(gpu.host_ns, ends[step - depth + 1])
+    settle(gpu, spans)
+    assert spans.num_lost == 0
+    assert len(rows(spans)) == 40 * 2 * len(PARTS)
+
+
 def test_a_graph_that_runs_again_too_early_costs_its_measurement_and_mixes_nothing() -> None:
     gpu = SimulatedGpu()
     spans = make(gpu, copies=1)

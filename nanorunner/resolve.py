@@ -34,6 +34,7 @@ ALL_REDUCES = {
     "auto": "peer memory for small tensors, if the GPUs reach each other's; nccl for the others",
     "nccl": "nccl",
     "peer": "peer memory for small tensors, nccl for the others",
+    "cpu": "shared memory for small tensors, gloo for the others",
 }
 
 
@@ -328,7 +329,7 @@ def _model_notes(config: Config, source: ModelSource, model: ModelConfig) -> lis
         graphs = f"off: {why_eager(config) or '--enforce-eager'}"
     sums = "none: one rank"
     if config.tp > 1:
-        sums = "gloo" if config.device == "cpu" else ALL_REDUCES[config.all_reduce]
+        sums = ALL_REDUCES["cpu" if config.device == "cpu" else config.all_reduce]
     if config.share_gpu:
         sums = "gloo, through host memory"
     return [

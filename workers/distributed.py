@@ -3,7 +3,8 @@
 The process group is made directly, not by init_process_group: rank 0 is the user's own process,
 which may have a default group of its own or hold two engines at once, and a group that failed must
 leave nothing global behind. NCCL on GPUs, gloo over the loopback on CPUs: same calls, same order.
-Small tensors on GPUs go through peer memory instead (peer_reducer.py), where the GPUs allow it.
+Small tensors go another way: on GPUs through peer memory (peer_reducer.py), where those allow it,
+on CPUs through memory that the ranks share (shared_sums.py).
 Ranks that share a GPU meet in host memory (host_relay.py).
 """
 
@@ -25,6 +26,7 @@ from nanorunner.kernels.rms_norm import add_rms_norm
 from nanorunner.workers.host_relay import HostRelay
 from nanorunner.workers.peer_memory import PeerMemoryUnavailable
 from nanorunner.workers.peer_reducer import PeerReducer
+from nanorunner.workers.shared_sums import SharedSums, SharedSumsUnavailable
 
 AUTO, NCCL, PEER = "auto", "nccl", "peer"  # who sums small tensors on GPUs
 GIVE_UP_AFTER_S = 3600.0  # far longer than any step may take, and than a job is stopped for
@@ -70,6 +72,7 @@ class Group:
         self._sums_in_rank_order = sums_in_rank_order and tp > 1
         self._group: Any = None  # a ProcessGroupGloo, ProcessGroupNCCL or HostRelay
         self.peers: PeerReducer | None = None
+        self._quick: PeerReducer | SharedSums | None = None  # the way of small tensors
         if tp == 1:
             return
         if store is None:
@@ -83,14 +86,15 @@ class Group:
             self._group = HostRelay(gloo, device, give_up_after_s)
         else:
             self._group = _gloo_group(store, rank, tp, timeout)
+            self._quick = self._open_shared_sums(store, give_up_after_s)
         # the first collective connects the ranks: better here than inside a measured step
         self._reduce(torch.zeros(1, device=device), dist.ReduceOp.SUM)
         if has_gpu and all_reduce != NCCL:
-            self.peers = self._open_peers(store, all_reduce, give_up_after_s)
+            self._quick = self.peers = self._open_peers(store, all_reduce, give_up_after_s)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks, in place, and return it."""
-        if self.peers is not None and self.peers.try_sum(x):
+        if self._quick is not None and self._quick.try_sum(x):
             return x
         if self._sums_in_rank_order:
             return x.copy_(sum_in_rank_order(self.all_gather(x[None], dim=0).unbind()))
@@ -104,15 +108,15 @@ class Group:
         x and residual are [n, hidden], weight is [hidden]; what is in x afterwards is not said.
         """
         # The fused kernel adds squares up in an order of its own, and serves small batches alone.
-        if self.peers is not None and not self._sums_in_rank_order:
-            normed = self.peers.try_add_rms_norm(x, residual, weight, eps)
+        if self._quick is not None and not self._sums_in_rank_order:
+            normed = self._quick.try_add_rms_norm(x, residual, weight, eps)
             if normed is not None:
                 return normed
         return add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_reduce_max(self, x: torch.Tensor) -> torch.Tensor:
         """Return the element-wise maximum of x over the ranks, in place."""
-        if self.peers is not None and self.peers.try_max(x):
+        if self._quick is not None and self._quick.try_max(x):
             return x
         return self._reduce(x, dist.ReduceOp.MAX)
 
@@ -151,29 +155,38 @@ class Group:
 
         For whoever reads results: those of a graph replay come from no call that could raise.
         """
-        if self.peers is not None:
-            self.peers.check()
+        if self._quick is not None:
+            self._quick.check()
 
     def abort(self) -> None:
         """Make a collective that waits for a dead peer return; called from the watcher's thread.
 
-        Kernels spin on the device until told; gloo notices by itself when a peer's socket closes,
-        so killing the peers is enough there.
+        Kernels and shared_sums.py wait until told; gloo notices by itself when a peer's socket
+        closes, so killing the peers is enough there.
         """
-        peers, group = self.peers, self._group  # close() may take them away meanwhile
-        if peers is not None:
-            peers.abort()
+        quick, group = self._quick, self._group  # close() may take them away meanwhile
+        if quick is not None:
+            quick.abort()
         if group is not None and self.device.type == "cuda":
             group.abort()
 
     def close(self) -> None:
         """Leave the group; a second call does nothing. Legal only after the last collective."""
-        peers, self.peers = self.peers, None
-        if peers is not None:
-            peers.close()
+        quick, self._quick, self.peers = self._quick, None, None
+        if quick is not None:
+            quick.close()
         group, self._group = self._group, None
         if group is not None and self.device.type == "cuda":
             group.abort()  # shutdown() would wait for peers, which may already have left
+
+    def _open_shared_sums(self, store: Store, give_up_after_s: float) -> SharedSums | None:
+        """Return the way through the host's memory, on all ranks or on none."""
+        try:
+            return SharedSums(store, self.rank, self.tp, give_up_after_s)
+        except SharedSumsUnavailable as error:
+            if self.rank == 0:
+                logger.warning("all-reduce: gloo alone, as there is no shared memory: %s", error)
+            return None
 
     def _open_peers(self, store: Store, wanted: str, give_up_after_s: float) -> PeerReducer | None:
         """Return the way through peer memory, on all ranks or on none."""

@@ -39,7 +39,8 @@ TASKS = (
     "Correct the spelling of this text and give all of it back:\n\n{}",
     "Say this in one sentence:\n\n{}",
 )
-PASSAGE_CHARACTERS = 1200
+PASSAGE_CHARACTERS = 360
+LONG_PASSAGE_CHARACTERS = 1200  # more tokens than a prompt keeps
 NUM_SEQS = 16
 NUM_FEW_BLOCKS = NUM_SEQS + 1
 # Ids in front of a block's end: more than the scheduler looks ahead when it lets a request start.
@@ -50,11 +51,11 @@ Ids = list[list[int]]
 Figures = dict[str, Any]
 
 
-def make_prompts(count: int) -> list[str]:
-    """Return `count` prompts from the pages, the tasks in turn."""
+def make_prompts(count: int, characters: int = PASSAGE_CHARACTERS) -> list[str]:
+    """Return `count` prompts from the pages, the tasks in turn, with so much text each."""
     text = "\n".join((ROOT / page).read_text(encoding="utf-8") for page in PAGES)
-    step = max(1, (len(text) - PASSAGE_CHARACTERS) // count)
-    passages = [text[i * step : i * step + PASSAGE_CHARACTERS] for i in range(count)]
+    step = max(1, (len(text) - characters) // count)
+    passages = [text[i * step : i * step + characters] for i in range(count)]
     return [TASKS[i % len(TASKS)].format(passage) for i, passage in enumerate(passages)]
 
 
@@ -94,7 +95,7 @@ def main() -> int:
     parser.add_argument("--num-tokens", type=count_above_0, default=48, metavar="N")
     parser.add_argument("--out", type=Path, metavar="FILE")
     arguments = parser.parse_args()
-    prompts = make_prompts(arguments.num_prompts)
+    prompts = make_prompts(arguments.num_prompts, LONG_PASSAGE_CHARACTERS)
     base = {"model": arguments.model, "tp": arguments.tp, "max_model_len": 2 * BLOCK_SIZE}
     few = {"num_blocks": NUM_FEW_BLOCKS, "prefix_cache": False, "speculative_adaptive": False}
     ways: dict[str, dict[str, Any]] = {"plain": {}, "ngram": {"speculative": "ngram", **few}}

@@ -1,8 +1,8 @@
 """All-reduces of CPU tensors through memory that the ranks share; gloo takes what is too large.
 
     memory [               words                 | parity 0: slot of rank 0, 1, ... | parity 1 ]
-             one for each rank, 64 bytes apart:    SLOT_BYTES each
-             number of its newest call
+             two for each rank, 64 bytes apart:    SLOT_BYTES each
+             number of its newest call; 1 when it has left
 
     call n of every rank:   copy x into its slot of parity n % 2, store n in its own word,
                             wait until every word is at least n, add the slots up in rank order
@@ -102,8 +102,10 @@ class SharedSums:
         self._is_aborted = True
 
     def close(self) -> None:
-        """Let the memory go; legal after the last call."""
+        """Leave, so that who still waits for this rank raises, and let the memory go."""
         self._is_aborted = True
+        if self._words:
+            self._words[WORD_STRIDE * self._rank + 1] = 1
         self._views = {}
         self._slots = torch.empty(0)
         self._words = memoryview(b"")
@@ -128,7 +130,8 @@ class SharedSums:
     def _wait(self) -> None:
         """Wait until every other rank has come to this call.
 
-        Raises RuntimeError when the watcher has called abort(), TimeoutError after give_up_after_s.
+        Raises RuntimeError when the watcher has called abort() or the other rank has left,
+        TimeoutError after give_up_after_s.
         """
         words, number, begin, spins = self._words, self._number, 0.0, 0
         for other in self._others:
@@ -138,6 +141,11 @@ class SharedSums:
                     continue
                 if self._is_aborted:
                     raise RuntimeError(f"rank {self._rank}: the all-reduce was stopped")
+                # the number once more: a rank may leave right after its last call
+                if words[other + 1] and words[other] < number:
+                    raise RuntimeError(
+                        f"rank {self._rank}: rank {other // WORD_STRIDE} has left the all-reduce"
+                    )
                 now = time.monotonic()
                 begin = begin or now
                 if now - begin > self._give_up_after_s:

@@ -93,14 +93,24 @@ def test_a_wait_ends_when_it_is_stopped_or_has_been_too_long() -> None:
         if rank == 0:
             threading.Timer(0.2, sums.abort).start()
             sums.try_sum(torch.ones(3))
+        time.sleep(1.0)
 
     error, _ = on_ranks(2, stopped)
     assert isinstance(error, RuntimeError)
     assert "rank 0: the all-reduce was stopped" in str(error)
 
+    def left_alone(sums: SharedSums, rank: int) -> None:
+        if rank == 0:
+            sums.try_sum(torch.ones(3))
+
+    error, _ = on_ranks(2, left_alone)
+    assert isinstance(error, RuntimeError)
+    assert "rank 1 has left" in str(error)
+
     def late(sums: SharedSums, rank: int) -> None:
         if rank == 0:
             sums.try_sum(torch.ones(3))
+        time.sleep(1.0)
 
     error, _ = on_ranks(2, late, give_up_after_s=0.3)
     assert isinstance(error, TimeoutError)

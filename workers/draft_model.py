@@ -50,6 +50,7 @@ from nanorunner.workers.proposer import Leaders
 from nanorunner.workers.sampler_v2 import SamplerGroup
 from nanorunner.workers.sampling_state import SamplingState
 from nanorunner.workers.spans import SpanRecorder
+from nanorunner.workers.step_inputs import first_places, make_buffers
 from nanorunner.workers.weights import WeightSource, load_weights
 
 
@@ -103,7 +104,7 @@ class DraftModel:
             batch_invariant=config.batch_invariant,
         )
         size = config.max_num_seqs
-        self._buffers = _input_buffers(2 * size, tables.block_tables.shape[1], device)
+        self._buffers = make_buffers(2 * size, 2 * size, config.max_model_len, device)
         # [2 * max_num_seqs] int32: -1, 0, -1, 0, ...
         self._pair_offsets = torch.arange(2 * size, dtype=torch.int32, device=device) % 2 - 1
         # [K, max_num_seqs] int32: a row a pass
@@ -196,15 +197,7 @@ class DraftModel:
         self, header: torch.Tensor, rows: torch.Tensor, offsets: torch.Tensor, size: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Run one token a place, `size` places; return hidden states [size, hidden], positions."""
-        whole = self._buffers
-        buffers = InputBuffers(
-            whole.input_ids[:size],
-            whole.positions[:size],
-            whole.query_start_loc[: size + 1],
-            whole.seq_lens[:size],
-            whole.slot_mapping[:size],
-            whole.block_tables[:size],
-        )
+        buffers = first_places(self._buffers, size)
         prepare_decode_inputs(header, rows, self._bounded, buffers, BLOCK_SIZE, offsets)
         batch = AttentionBatch(
             query_start_loc=buffers.query_start_loc,
@@ -237,19 +230,3 @@ class DraftModel:
         ids = key_ids(self._peers.all_reduce_max(keys))
         write_drafts(leaders.header, rows, ids, index, self._bounded)
         return ids
-
-
-def _input_buffers(size: int, max_blocks: int, device: torch.device) -> InputBuffers:
-    """Return buffers of `size` places of one token."""
-
-    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-    return InputBuffers(
-        input_ids=zeros(size, dtype=torch.int64),
-        positions=zeros(size, dtype=torch.int64),
-        query_start_loc=zeros(size + 1, dtype=torch.int32),
-        seq_lens=zeros(size, dtype=torch.int32),
-        slot_mapping=zeros(size, dtype=torch.int64),
-        block_tables=zeros(size, max_blocks, dtype=torch.int32),
-    )

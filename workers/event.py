@@ -26,7 +26,7 @@ SLICE_S = 1.0  # longest sleep in the kernel, so that a jump of the wall clock c
 # PyDLL keeps the interpreter lock: right for calls of 0.2 us that never wait. CDLL gives it up.
 _quick = ctypes.PyDLL(None)
 _waiting = ctypes.CDLL(None, use_errno=True)
-_X86 = platform.machine() in ("x86_64", "AMD64")
+IS_X86 = platform.machine() in ("x86_64", "AMD64")
 
 
 class _Timespec(ctypes.Structure):
@@ -96,7 +96,7 @@ class Fence:
     """
 
     def __init__(self) -> None:
-        self._event = None if _X86 else Event(memoryview(bytearray(EVENT_BYTES)), create=True)
+        self._event = None if IS_X86 else Event(memoryview(bytearray(EVENT_BYTES)), create=True)
 
     def pass_(self) -> None:
         """Order the memory accesses before this call and after it."""

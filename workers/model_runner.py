@@ -231,6 +231,6 @@ class ModelRunner(StepBody):
         logits = self.graphs.replay(graph)
         if graph.family != PLAIN:
             return self.sample_outside(logits, places, self._needs)
-        if self.speculator is not None and not self.speculator.is_in_step_graph:
+        if self.proposer is not None and not self.proposer.is_in_step_graph:
             self.propose(num_reqs, is_after_plain=places.is_plain_decode)
         return None  # the step is done

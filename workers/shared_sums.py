@@ -27,6 +27,7 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from nanorunner.kernels.peer_all_reduce import sum_in_rank_order
+from nanorunner.workers.event import IS_X86
 
 SLOT_BYTES = 1 << 20
 WORD_STRIDE = 8  # words: one cache line for each rank's, or their stores would disturb each other
@@ -202,6 +203,6 @@ def _share(store: Store, rank: int, tp: int, num_bytes: int) -> mmap.mmap:
 
 
 def _platform_problem() -> str:
-    if platform.machine().lower() in ("x86_64", "amd64"):
+    if IS_X86:
         return ""
     return f"a {platform.machine()} processor may show a word before the data it stands for"

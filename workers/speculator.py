@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanorunner.kernels.accept_drafts import accept_drafts
-from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.kernels.state_tables import InputBuffers, StateTables
+from nanorunner.kernels.state_tables import StateTables
 from nanorunner.workers.draft_model import DraftModel
 from nanorunner.workers.ngram_proposer import NgramProposer
 from nanorunner.workers.proposer import Leaders, Proposer
@@ -75,11 +74,6 @@ class Speculator:
         self._outputs = outputs
         self._accepted_rows = torch.full_like(inputs.idx_mapping, -1)
 
-    @property
-    def is_in_step_graph(self) -> bool:
-        """Whether propose() is captured with the step."""
-        return self.proposer.is_in_step_graph
-
     def accept(
         self,
         query_start_loc: torch.Tensor,
@@ -103,10 +97,6 @@ class Speculator:
             logits_places,
         )
         return accepted_rows
-
-    def follow(self, buffers: InputBuffers, batch: AttentionBatch, hidden: torch.Tensor) -> None:
-        """Let the proposer read a step that has prompt tokens in it."""
-        self.proposer.follow(buffers, batch, hidden)
 
     def propose(self, bucket: int, *, is_after_plain: bool) -> None:
         """Propose for the rows that sampled, at most `bucket` of them."""

@@ -121,8 +121,8 @@ class StepBody(RunnerStages):
             self._advance(buffers.query_start_loc, output, mapping)
         if recorder is not None:
             recorder.lap(SAMPLE, on_gpu=True)
-        speculator = self.speculator
-        if descriptor.family == PLAIN and speculator is not None and speculator.is_in_step_graph:
+        proposer = self.proposer
+        if descriptor.family == PLAIN and proposer is not None and proposer.is_in_step_graph:
             self.propose(descriptor.num_reqs, is_after_plain=descriptor.query_len == 1)
         return output
 
@@ -166,7 +166,7 @@ class StepBody(RunnerStages):
         self, places: Places, max_seq_len: int, needs: Int32 | None = None
     ) -> DeviceExtras | None:
         """Any batch, eagerly: prompts, chunks of prompts and decodes packed one after the other."""
-        inputs, recorder, speculator = self.inputs, self.recorder, self.speculator
+        inputs, recorder, proposer = self.inputs, self.recorder, self.proposer
         rows, counts, samples = places[:3]
         if recorder is not None:
             recorder.begin_gpu()
@@ -191,8 +191,8 @@ class StepBody(RunnerStages):
         if recorder is not None:
             recorder.lap(FORWARD, on_gpu=True)
         # where all sample their only token, propose() writes what follow() would
-        if speculator is not None and not (max_query_len == 1 and num_sampled == len(rows)):
-            speculator.follow(buffers, batch, hidden)
+        if proposer is not None and not (max_query_len == 1 and num_sampled == len(rows)):
+            proposer.follow(buffers, batch, hidden)
             if recorder is not None:
                 recorder.lap(DRAFT, on_gpu=True)
         extras = DeviceExtras([], [], [])

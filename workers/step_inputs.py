@@ -34,6 +34,36 @@ HEADER_WORDS = 4
 Words = npt.NDArray[np.int32]
 
 
+def make_buffers(
+    max_tokens: int, max_places: int, max_model_len: int, device: torch.device
+) -> InputBuffers:
+    """Return zeroed buffers for steps of so many tokens and places at most."""
+
+    def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.zeros(*shape, dtype=dtype, device=device)
+
+    return InputBuffers(
+        input_ids=zeros(max_tokens, dtype=torch.int64),
+        positions=zeros(max_tokens, dtype=torch.int64),
+        query_start_loc=zeros(max_places + 1, dtype=torch.int32),
+        seq_lens=zeros(max_places, dtype=torch.int32),
+        slot_mapping=zeros(max_tokens, dtype=torch.int64),
+        block_tables=zeros(max_places, -(-max_model_len // BLOCK_SIZE), dtype=torch.int32),
+    )
+
+
+def first_places(whole: InputBuffers, size: int) -> InputBuffers:
+    """Return the part of the buffers that a step of `size` places of one token has."""
+    return InputBuffers(
+        whole.input_ids[:size],
+        whole.positions[:size],
+        whole.query_start_loc[: size + 1],
+        whole.seq_lens[:size],
+        whole.slot_mapping[:size],
+        whole.block_tables[:size],
+    )
+
+
 class StepInputs:
     """The input block and the input buffers of one rank.
 
@@ -66,24 +96,12 @@ class StepInputs:
         # (header, rows) of those who get drafts, and the same with every row twice
         self.leaders, self.pairs = (tuple(pieces[i : i + 2]) for i in (5, 7))
 
-        max_blocks = -(-max_model_len // BLOCK_SIZE)
-
-        def zeros(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self._buffers = InputBuffers(
-            input_ids=zeros(max_num_tokens, dtype=torch.int64),
-            positions=zeros(max_num_tokens, dtype=torch.int64),
-            query_start_loc=zeros(size + 1, dtype=torch.int32),
-            seq_lens=zeros(size, dtype=torch.int32),
-            slot_mapping=zeros(max_num_tokens, dtype=torch.int64),
-            block_tables=zeros(size, max_blocks, dtype=torch.int32),
-        )
+        self._buffers = make_buffers(max_num_tokens, size, max_model_len, device)
         self._decodes: dict[int, InputBuffers] = {}  # decode_buffers() so far, by size
         self._logits = LogitsRows(
-            indices=zeros(size, dtype=torch.int64),
-            idx_mapping=zeros(size, dtype=torch.int32),
-            positions=zeros(size, dtype=torch.int64),
+            indices=torch.zeros(size, dtype=torch.int64, device=device),
+            idx_mapping=torch.zeros(size, dtype=torch.int32, device=device),
+            positions=torch.zeros(size, dtype=torch.int64, device=device),
         )
 
     def send(self, batch: Places) -> None:
@@ -121,15 +139,7 @@ class StepInputs:
     def decode_buffers(self, size: int) -> InputBuffers:
         """Return the buffers of a decode of `size` places, padding included."""
         if size not in self._decodes:
-            whole = self._buffers
-            self._decodes[size] = InputBuffers(
-                whole.input_ids[:size],
-                whole.positions[:size],
-                whole.query_start_loc[: size + 1],
-                whole.seq_lens[:size],
-                whole.slot_mapping[:size],
-                whole.block_tables[:size],
-            )
+            self._decodes[size] = first_places(self._buffers, size)
         return self._decodes[size]
 
     def mixed_buffers(self, num_reqs: int, num_tokens: int) -> InputBuffers:

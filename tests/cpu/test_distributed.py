@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
+from rank_threads import on_threads
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanorunner.workers.distributed import Group
@@ -17,23 +17,14 @@ CPU = torch.device("cpu")
 
 def on_ranks(tp: int, body: Callable[[Group], object]) -> list[object]:
     """Run body(group) on tp threads, one rank each, and return the results by rank."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results: list[object] = [None] * tp
 
-    def run(rank: int) -> None:
-        # one client a thread: a store serves one waiting caller at a time
-        mine = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
-        group = Group(mine, rank, tp, CPU, timeout_s=20)
-        results[rank] = body(group)
+    def run(store: TCPStore, rank: int) -> object:
+        group = Group(store, rank, tp, CPU, timeout_s=20)
+        result = body(group)
         group.close()
+        return result
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(tp)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive()
-    return results
+    return on_threads(tp, run)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -7,12 +7,12 @@ sum, gather), everybody's first step before anybody's second.
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from rank_threads import on_threads
 from test_distributed import on_ranks
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -302,29 +302,12 @@ def test_the_sizes_are_those_of_the_next_larger_number_of_ranks() -> None:
     assert all(sizes_for(n).one_shot <= sizes_for(n).two_shot for n in range(2, 9))
 
 
-def on_stores(ranks: int, body: Callable[[TCPStore, int], object]) -> list[object]:
-    """Run body(store, rank) on a thread for each rank and return the results."""
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results: list[object] = [None] * ranks
-
-    def run(rank: int) -> None:
-        results[rank] = body(TCPStore("127.0.0.1", server.port, wait_for_workers=False), rank)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=20)
-        assert not thread.is_alive()
-    return results
-
-
 def test_ranks_exchange_messages_in_rank_order() -> None:
     def body(store: TCPStore, rank: int) -> object:
         return exchange(store, "first", rank, 3, {"problem": "", "index": rank})
 
     expected = [{"problem": "", "index": rank} for rank in range(3)]
-    assert on_stores(3, body) == [expected] * 3
+    assert on_threads(3, body, limit_s=20) == [expected] * 3
 
 
 def test_one_ranks_problem_is_the_answer_of_all() -> None:
@@ -334,7 +317,7 @@ def test_one_ranks_problem_is_the_answer_of_all() -> None:
             exchange(store, "first", rank, 3, {"problem": problem})
         return str(caught.value)
 
-    assert on_stores(3, body) == ["rank 1: GPU 1 cannot write to GPU 0's memory"] * 3
+    assert on_threads(3, body, limit_s=20) == ["rank 1: GPU 1 cannot write to GPU 0's memory"] * 3
 
 
 def test_a_group_without_peer_memory_sums_and_norms_one_after_the_other() -> None:

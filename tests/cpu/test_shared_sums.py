@@ -10,9 +10,11 @@ from random import Random
 
 import pytest
 import torch
+from rank_threads import on_threads
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from nanorunner.kernels.peer_all_reduce import sum_in_rank_order
+from nanorunner.workers import shared_sums
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.shared_sums import SLOT_BYTES, SharedSums, SharedSumsUnavailable
 
@@ -21,25 +23,17 @@ Body = Callable[[SharedSums, int], object]
 
 def on_ranks(tp: int, body: Body, give_up_after_s: float = 20.0) -> list[object]:
     """Run body(sums, rank) on tp threads and return the results, or errors, by rank."""
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results: list[object] = [None] * tp
 
-    def run(rank: int) -> None:
-        mine = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
+    def run(store: TCPStore, rank: int) -> object:
         try:
-            sums = SharedSums(mine, rank, tp, give_up_after_s)
-            results[rank] = body(sums, rank)
+            sums = SharedSums(store, rank, tp, give_up_after_s)
+            result = body(sums, rank)
             sums.close()
         except (RuntimeError, TimeoutError) as error:
-            results[rank] = error
+            return error
+        return result
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(tp)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-        assert not thread.is_alive()
-    return results
+    return on_threads(tp, run)
 
 
 def tensor(dtype: torch.dtype, count: int, rank: int, call: int) -> torch.Tensor:
@@ -121,23 +115,15 @@ def test_a_processor_that_reorders_stores_has_none_on_any_rank(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(shared_sums, "IS_X86", False)
     for error in on_ranks(2, lambda sums, rank: sums):
         assert isinstance(error, SharedSumsUnavailable)
         assert "aarch64" in str(error)
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    sums: list[float] = []
-
-    def run(rank: int) -> None:
-        mine = TCPStore("127.0.0.1", store.port, wait_for_workers=False)
-        group = Group(mine, rank, 2, torch.device("cpu"), timeout_s=20)
-        sums.append(float(group.all_reduce(torch.ones(1))))
+    def run(store: TCPStore, rank: int) -> float:
+        group = Group(store, rank, 2, torch.device("cpu"), timeout_s=20)
+        total = float(group.all_reduce(torch.ones(1)))
         group.close()
+        return total
 
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=30)
-        assert not thread.is_alive()
-    assert sums == [2.0, 2.0]
+    assert on_threads(2, run) == [2.0, 2.0]

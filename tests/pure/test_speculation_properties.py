@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import hypothesis.strategies as st
 from fake_runner import VOCAB, run_alone
 from hypothesis import HealthCheck, given, settings
+from scheduler_scripts import play, prompts, scripts_of
 from speculating_device import SpeculatingDevice
 
 from nanorunner.draft_control import DraftController
@@ -199,13 +200,6 @@ def rigs(draw: st.DrawFn) -> Rig:
     )
 
 
-# Few stems and multiples of the block sizes: prefixes are shared and edges are met.
-prompts = st.builds(
-    lambda stem, length, tail: [(stem + i) % VOCAB for i in range(length)] + tail,
-    st.integers(0, 1),
-    st.integers(0, 30),
-    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3),
-)
 params = st.builds(
     lambda max_tokens, seed, ignore_eos, stop_ids, logprobs: SamplingParams(
         max_tokens=max_tokens,
@@ -220,29 +214,14 @@ params = st.builds(
     st.sampled_from([(), (), (3,), (5, 13, 17, 23)]),
     st.sampled_from([None, None, 0]),
 )
-actions = st.one_of(
-    st.tuples(st.just("add"), prompts, params, st.booleans()),
-    st.tuples(st.just("step"), st.integers(1, 6), st.none()),
-    st.tuples(st.sampled_from(["abort", "finish"]), st.integers(0, 50), st.none()),
-)
 
 
-@given(rig=rigs(), script=st.lists(actions, min_size=8, max_size=60))
+@given(rig=rigs(), script=scripts_of(params))
 @settings(
     max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
 )
 def test_every_request_gets_the_ids_it_would_get_alone(rig: Rig, script: list[object]) -> None:
-    for action in script:
-        match action:
-            case ("add", list() as prompt, SamplingParams() as its_params, bool() as is_quiet):
-                rig.add(prompt, its_params, is_quiet)
-            case ("step", int() as count, None):
-                for _ in range(count):
-                    rig.step()
-            case (("abort" | "finish") as how, int() as which, None) if rig.asked:
-                ids = list(rig.asked)
-                rig.cut(ids[which % len(ids)], by_abort=how == "abort")
-    rig.finish()
+    play(rig, script)
 
 
 @given(

@@ -10,7 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
-from test_scheduler_properties import Rig, params, prompts, rigs
+from scheduler_scripts import prompts
+from test_scheduler_properties import Rig, params, rigs
 
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.tap_words import MOST_NAMED, Words, argument_lines, arguments

@@ -149,11 +149,14 @@ def _generate(opened: OpenEngine, num_tokens: int) -> tuple[list[int], list[floa
 
 
 def _seconds_a_step(opened: OpenEngine) -> float:
-    """Return the mean time of a decode step, the prompt's and the pipeline's filling left out."""
-    params = SamplingParams(temperature=0.0, max_tokens=NUM_SLOW_STEPS + 2, ignore_eos=True)
-    opened.engine.add_request(PROMPT, params)
-    opened.engine.step()
+    """Return the mean time of a step, of one request from its first frame to its last id.
+
+    Nothing is left out: with the start after some step, rank 1 may have slept for the next frame
+    before this thread looks at the clock, and the mean could be less than a sleep.
+    """
+    params = SamplingParams(temperature=0.0, max_tokens=NUM_SLOW_STEPS, ignore_eos=True)
     start = time.monotonic()
+    opened.engine.add_request(PROMPT, params)
     num_steps = 0
     while opened.engine.has_unfinished():
         num_steps += len(opened.engine.step())

@@ -17,10 +17,10 @@ import torch
 
 from nanorunner.kernels.linear import linear
 from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
-from nanorunner.kernels.philox import USE_SAMPLE, gumbel_noise, random_word
+from nanorunner.kernels.philox import USE_SAMPLE, noisy_scores
 from nanorunner.kernels.sample import GREEDY_BELOW
 from nanorunner.kernels.sample_keys import sample_keys_reference
-from nanorunner.kernels.token_keys import NO_KEY, token_key
+from nanorunner.kernels.token_keys import NO_KEY, best_key
 from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
 
 MAX_ROWS = 64
@@ -136,7 +136,6 @@ def lm_head_sample_triton(
         IS_DOT=rows > 1,
         IS_EVEN=num_ids % plan.out_tile == 0 and num_in % plan.in_tile == 0,
         GREEDY_BELOW=GREEDY_BELOW,
-        NO_KEY=NO_KEY,
         USE=USE_SAMPLE,
         ROW_TILE=max(next_power_of_two(rows), 16) if rows > 1 else 1,
         OUT_TILE=plan.out_tile,
@@ -168,7 +167,6 @@ def _head_kernel(
     IS_DOT: tl.constexpr,
     IS_EVEN: tl.constexpr,
     GREEDY_BELOW: tl.constexpr,
-    NO_KEY: tl.constexpr,
     USE: tl.constexpr,
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
@@ -212,7 +210,7 @@ def _head_kernel(
 
     # Logits are defined in the model dtype: every way to them must draw the same token.
     scores = logits.to(lm_head.dtype.element_ty).to(tl.float32)
-    ids = (local_id.to(tl.int64) + vocab_offset)[None, :]
+    ids = (local_id + vocab_offset)[None, :]
     state = tl.load(idx_mapping + row, mask=is_row, other=-1).to(tl.int64)
     is_drawn = state >= 0
     heat = tl.load(temperature + state, mask=is_drawn, other=0.0)
@@ -220,11 +218,11 @@ def _head_kernel(
     if tl.max(is_hot.to(tl.int32), axis=0) > 0:
         seeds = tl.load(seed + state, mask=is_drawn, other=0)[:, None]
         position = tl.load(positions + row, mask=is_drawn, other=0)[:, None]
-        noise = gumbel_noise(random_word(seeds, ids, position, USE))
-        noisy = tl.div_rn(scores, tl.where(is_hot, heat, 1.0)[:, None]) + noise
+        heat = tl.where(is_hot, heat, 1.0)[:, None]
+        noisy = noisy_scores(scores, heat, seeds, ids, position, USE)
         scores = tl.where(is_hot[:, None], noisy, scores)
     kept = is_drawn[:, None] & is_id[None, :]
-    best = tl.max(tl.where(kept, token_key(scores, ids), NO_KEY), axis=1)
+    best = best_key(scores, ids, kept, AXIS=1)
     tl.store(tile_keys + row * tl.num_programs(0) + tl.program_id(0), best, mask=is_row)
 
 

@@ -10,10 +10,8 @@ A word is 8 bytes: four numbers of a 16-bit type, two of float32, or one int64.
 
 from __future__ import annotations
 
-from typing import Any
-
 from nanorunner.kernels import peer_ring
-from nanorunner.kernels.triton_support import jit, tl
+from nanorunner.kernels.triton_support import constant, jit, tl
 
 try:
     from triton.language.extra.cuda import globaltimer
@@ -21,19 +19,14 @@ except ImportError:  # no Triton: jit() refuses every launch
     globaltimer = None
 
 
-def _constant(value: int) -> Any:
-    """Return a number in the form in which kernels may read it from outside."""
-    return value if tl is None else tl.constexpr(value)
-
-
-NUM_BUFFERS, STRIPE = _constant(peer_ring.NUM_BUFFERS), _constant(peer_ring.STRIPE)
-CALL_SHARES = _constant(peer_ring.CALL_SHARES)
-COUNTER, GIVE_UP_AFTER = _constant(peer_ring.COUNTER), _constant(peer_ring.GIVE_UP_AFTER)
-WORDS, PEERS = _constant(peer_ring.WORDS), _constant(peer_ring.PEERS)
-ABORT, ERROR = _constant(peer_ring.ABORT), _constant(peer_ring.ERROR)
-PACKETS = _constant(2)  # in a slot
-LOW_HALF = _constant(2**32 - 1)
-TAG_BIT = _constant(-(2**63))  # no tag is 0, which means "wiped"
+NUM_BUFFERS, STRIPE = constant(peer_ring.NUM_BUFFERS), constant(peer_ring.STRIPE)
+CALL_SHARES = constant(peer_ring.CALL_SHARES)
+COUNTER, GIVE_UP_AFTER = constant(peer_ring.COUNTER), constant(peer_ring.GIVE_UP_AFTER)
+WORDS, PEERS = constant(peer_ring.WORDS), constant(peer_ring.PEERS)
+ABORT, ERROR = constant(peer_ring.ABORT), constant(peer_ring.ERROR)
+PACKETS = constant(2)  # in a slot
+LOW_HALF = constant(2**32 - 1)
+TAG_BIT = constant(-(2**63))  # no tag is 0, which means "wiped"
 
 
 @jit()

@@ -20,16 +20,15 @@ from nanorunner.kernels.philox import (
     MAX_NOISE,
     MIN_NOISE,
     USE_SAMPLE,
-    gumbel_noise,
     gumbel_noise_reference,
-    random_word,
+    noisy_scores,
     random_word_reference,
 )
 from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
 
 # Below this temperature the noise is lost in float32, and a division could overflow: greedy.
 GREEDY_BELOW = 1e-10
-NO_ID = 2**62  # larger than every id
+NO_ID = 2**31 - 1  # larger than every id
 TILE = 1024  # vocabulary ids a program
 CHUNK = 16384  # random words at a time on a CPU: their 128 KiB temporaries stay in cache
 
@@ -174,11 +173,10 @@ def _best_of_tile(
     place = logits + row * row_stride + columns
     scores = tl.load(place, mask=inside, other=float("-inf")).to(tl.float32)
     scores = tl.where(scores == scores, scores, float("-inf"))  # a NaN does not equal itself
-    ids = columns.to(tl.int64) + vocab_offset
+    ids = columns + vocab_offset
     heat = tl.load(temperature + row)
     if heat >= GREEDY_BELOW:
-        word = random_word(tl.load(seed + row), ids, tl.load(position + row), USE)
-        scores = tl.div_rn(scores, heat) + gumbel_noise(word)
+        scores = noisy_scores(scores, heat, tl.load(seed + row), ids, tl.load(position + row), USE)
     best = tl.max(scores, axis=0)
     best_id = tl.min(tl.where((scores == best) & inside, ids, NO_ID), axis=0)
     out = row * tl.num_programs(1) + tile

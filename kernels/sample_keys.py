@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import torch
 
-from nanorunner.kernels.philox import USE_SAMPLE, gumbel_noise, random_word
+from nanorunner.kernels.philox import USE_SAMPLE, noisy_scores
 from nanorunner.kernels.sample import GREEDY_BELOW, gumbel_argmax_reference
-from nanorunner.kernels.token_keys import NO_KEY, SKIP_ROW, token_key, token_keys
+from nanorunner.kernels.token_keys import NO_KEY, SKIP_ROW, best_key, token_key, token_keys
 from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
 
-TILE = 1024  # vocabulary ids a program
+TILE = 2048  # vocabulary ids a program: what it does once is then 5 instructions an id of 75
 
 
 def sample_keys(
@@ -149,17 +149,17 @@ def _best_of_tile(
         kept = columns < num_ids
         values = tl.load(logits + place * row_stride + columns, mask=kept, other=float("-inf"))
         scores = values.to(tl.float32)
-        ids = columns.to(tl.int64) + vocab_offset
+        ids = columns + vocab_offset
         num_kept = 1
         if HAS_CUT:
-            kept = kept & (token_key(scores, ids) >= lowest)
+            kept = kept & (token_key(scores, ids.to(tl.int64)) >= lowest)
             num_kept = tl.max(kept.to(tl.int32), axis=0)
         if num_kept > 0:
             heat = tl.load(temperature + row)
             if heat >= GREEDY_BELOW:
-                word = random_word(tl.load(seed + row), ids, tl.load(positions + place), USE)
-                scores = tl.div_rn(scores, heat) + gumbel_noise(word)
-            best = tl.max(tl.where(kept, token_key(scores, ids), NO_KEY), axis=0)
+                position = tl.load(positions + place)
+                scores = noisy_scores(scores, heat, tl.load(seed + row), ids, position, USE)
+            best = best_key(scores, ids, kept, AXIS=0)
     tl.store(tile_keys + place * tl.num_programs(1) + tile, best)
 
 

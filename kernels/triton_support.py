@@ -24,8 +24,10 @@ except ImportError:
     triton = tl = None
 
 __all__ = [
+    "IS_INTERPRETED",
     "MissingKernel",
     "compiling_only",
+    "constant",
     "is_compiling_only",
     "jit",
     "next_power_of_two",
@@ -34,6 +36,15 @@ __all__ = [
     "tl",
     "triton",
 ]
+
+
+def constant(value: Any) -> Any:
+    """Return a number of a module in the form in which its kernels may read it."""
+    return value if tl is None else tl.constexpr(value)
+
+
+# For the few lines that the interpreter cannot run: instructions written in PTX.
+IS_INTERPRETED = constant(triton is not None and triton.knobs.runtime.interpret)
 
 _compiles_only: ContextVar[bool] = ContextVar("_compiles_only", default=False)  # in this thread
 

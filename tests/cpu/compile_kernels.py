@@ -41,6 +41,7 @@ from nanorunner.kernels.peer_ring import DEFAULT_CAPACITY, PeerRing, make_table
 from nanorunner.kernels.rms_norm import add_rms_norm_triton, rms_norm_triton
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write_triton
 from nanorunner.kernels.sample import gumbel_argmax_triton
+from nanorunner.kernels.sample_keys import sample_keys_triton
 from nanorunner.kernels.silu_mul import silu_mul_triton
 
 POINTERS = {
@@ -92,6 +93,8 @@ def compile_instead(
         line = {"name": self.fn.__name__, "shared": kernel.metadata.shared}
         registers, spilled = resources(kernel.asm["cubin"])
         line |= {"registers": registers, "spilled": spilled} | describe(kernel.asm["ptx"])
+        if self.fn.__name__ == "_best_of_tile":
+            line |= {"instructions": num_instructions(kernel.asm["cubin"]), "tile": kwargs["TILE"]}
         print(json.dumps(line), flush=True)
 
     JITFunction.run = run
@@ -99,16 +102,26 @@ def compile_instead(
 
 def resources(cubin: bytes) -> tuple[int, int]:
     """Return a thread's registers and its bytes of stack, which hold the registers that spill."""
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = _read_with("cuobjdump", "-res-usage", cubin)
+    registers, stack = re.findall(r"REG:(\d+)", text), re.findall(r"STACK:(\d+)", text)
+    return max(map(int, registers)), max(map(int, stack))
+
+
+def num_instructions(cubin: bytes) -> int:
+    """Return how many instructions a kernel has, each branch counted once."""
+    return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", _read_with("nvdisasm", "-c", cubin), re.M))
+
+
+def _read_with(tool: str, flag: str, cubin: bytes) -> str:
+    """Return what one of the programs beside Triton says of a compiled kernel."""
+    path = Path(triton.__file__).parent / "backends/nvidia/bin" / tool
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        command = [str(tool), "-res-usage", file.name]
-        text = subprocess.run(
-            command, capture_output=True, text=True, check=True, timeout=30
+        command = [str(path), flag, file.name]
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=60
         ).stdout
-    registers, stack = re.findall(r"REG:(\d+)", text), re.findall(r"STACK:(\d+)", text)
-    return max(map(int, registers)), max(map(int, stack))
 
 
 def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
@@ -132,6 +145,8 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
         paged_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, "triton")
     logits = normal(2, 5000, dtype=dtype)
     gumbel_argmax_triton(logits, torch.ones(2), torch.arange(2), torch.arange(2))
+    table = (torch.arange(2), torch.arange(2), torch.ones(2), torch.arange(2))
+    sample_keys_triton(logits, *table)
 
 
 def launch_peers(ranks: int, dtype: torch.dtype) -> None:

@@ -32,6 +32,14 @@ def _store_words(
     tl.store(out + row * IDS + ids, word.to(tl.int32, bitcast=True))
 
 
+@jit()
+def _store_noise(out: tl.tensor, words: tl.tensor, COUNT: tl.constexpr) -> None:
+    """Program (block): the noise of COUNT words, which are stored as int32 bits."""
+    places = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
+    word = tl.load(words + places).to(tl.uint32, bitcast=True)
+    tl.store(out + places, philox.gumbel_noise(word))
+
+
 def draw_many(row: torch.Tensor, count: int, temperature: float = 1.0, seed: int = 7) -> Any:
     """Return `count` ids drawn from one row of logits, 50,000 rows a launch."""
     ids = []
@@ -53,6 +61,20 @@ def test_the_words_are_those_of_the_cpu_bit_for_bit(use: int) -> None:
         seeds.numpy()[:, None], np.arange(1024), positions.numpy()[:, None], use
     )
     assert np.array_equal(out.cpu().numpy().view(np.uint32), expected.astype(np.uint32))
+
+
+def test_the_noise_of_a_word_is_as_exact_as_it_says() -> None:
+    """Every 1,021st word (a prime) and the ends; the quick logarithms of a GPU included."""
+    words = torch.arange(0, 2**32, 1021)[: 4096 * 1024]
+    words[-3:] = torch.tensor([2**32 - 1, 2**30, 2**30 - 1])
+    bits = torch.where(words < 2**31, words, words - 2**32).int().cuda()
+    out = torch.zeros(len(words), device="cuda")
+    _store_noise[(4096,)](out, bits, COUNT=1024)
+    u = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24).double()
+    exact = -(-(-u).log1p()).log()
+    error = (out.cpu().double() - exact).abs()
+    print(f"\nlargest error {float(error.max()):.1e}")
+    assert bool((error <= (4e-7 * exact.abs()).clamp(min=1e-6)).all())
 
 
 def test_ids_agree_with_the_cpu_but_for_near_ties() -> None:

@@ -17,6 +17,7 @@ from nanorunner.bench.provenance import describe_machine
 from nanorunner.config import Config
 from nanorunner.workers.messages import Trace
 from nanorunner.workers.trace_file import file_name
+from nanorunner.workshop.timeline import PAGE_NAME, TRACE_NAME
 
 
 def open_trace(config: Config) -> Trace:
@@ -32,6 +33,8 @@ def open_trace(config: Config) -> Trace:
             pass  # refused now rather than after a long run
         for path in folder.glob(file_name("*")):
             path.unlink()  # of a run with more ranks some would stay behind
+        for name in (TRACE_NAME, PAGE_NAME):
+            (folder / name).unlink(missing_ok=True)  # drawn from those, and taken for this run's
     except OSError as error:
         raise ValueError(
             f"trace {config.trace}: {os.strerror(error.errno or 0)}; name a folder that can be "

@@ -57,7 +57,8 @@ def main() -> None:
     trials = []
     for number in range(options.trials):
         phase = PHASES[number % len(PHASES)]
-        victim = VICTIMS[number // len(PHASES) % len(VICTIMS)]
+        # six trials have every phase and every victim, twenty-four every pair of them
+        victim = VICTIMS[(number + number // len(PHASES)) % len(VICTIMS)]
         delay_s = delays.uniform(0.0, 2.0 if phase == "spawn" else 0.4)
         trial = Trial(phase, victim, delay_s, options.model)
         result = trial.run()

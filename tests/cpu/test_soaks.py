@@ -15,15 +15,15 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 @pytest.mark.slow
 @pytest.mark.limit(400)
-def test_rank_0_and_another_rank_may_be_killed_in_every_phase() -> None:
-    report = _run("soak_kill.py", "--trials", "12")
-    assert report["good"] == report["trials_run"] == 12
+def test_every_phase_and_every_victim_of_a_kill() -> None:
+    report = _run("soak_kill.py", "--trials", "6")
+    assert report["good"] == report["trials_run"] == 6
 
 
 @pytest.mark.slow
 @pytest.mark.limit(300)
 def test_engines_started_together_share_nothing_and_answer_alike() -> None:
-    assert _run("soak_engines.py", "--engines", "4")["good"]
+    assert _run("soak_engines.py", "--engines", "3")["good"]
 
 
 def _run(script: str, *flags: str) -> dict[str, Any]:

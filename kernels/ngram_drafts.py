@@ -130,7 +130,7 @@ def ngram_drafts_triton(
         MIN_N=min_n,
         MAX_N=max_n,
         TILE=TILE,
-        num_warps=8,
+        num_warps=16,
     )
 
 

@@ -218,8 +218,9 @@ def _head_kernel(
     if tl.max(is_hot.to(tl.int32), axis=0) > 0:
         seeds = tl.load(seed + state, mask=is_drawn, other=0)[:, None]
         position = tl.load(positions + row, mask=is_drawn, other=0)[:, None]
-        heat = tl.where(is_hot, heat, 1.0)[:, None]
-        noisy = noisy_scores(scores, heat, seeds, ids, position, USE)
+        # a name of its own: inside a branch a variable keeps its type
+        divisor = tl.where(is_hot, heat, 1.0)[:, None]
+        noisy = noisy_scores(scores, divisor, seeds, ids, position, USE)
         scores = tl.where(is_hot[:, None], noisy, scores)
     kept = is_drawn[:, None] & is_id[None, :]
     best = best_key(scores, ids, kept, AXIS=1)

@@ -83,8 +83,8 @@ def gumbel_noise(word: tl.tensor) -> tl.tensor:
     Large noise decides who wins. Here it comes from u near 0, where float32 is dense; the textbook
     form -log(-log(u)) takes it from u near 1, where it is coarse, and starves unlikely tokens.
 
-    Error, u being given: 1e-6 at most, or 4e-7 of the noise where that is more: what rounding the
-    score costs anyway, for scores of 8 to 16 and more.
+    Error, u being given: 1.25e-6 at most, or 4e-7 of the noise where that is more: no more than
+    rounding a score of 16 costs.
     """
     WORD_TO_UNIFORM: tl.constexpr = 2.0**-32
     MAX_UNIFORM: tl.constexpr = 1.0 - 2.0**-24  # the largest float32 below 1; log1p(-1) is -inf

@@ -102,9 +102,9 @@ class BenchRunner:
         return reduce
 
     def _by_nccl(self, call: Callable[[torch.Tensor], object], x: torch.Tensor) -> None:
-        peers, self.group.peers = self.group.peers, None
+        quick, self.group._quick = self.group._quick, None
         call(x)
-        self.group.peers = peers
+        self.group._quick = quick
 
     def _graph_us(self, launch: Launch) -> float:
         """Return the median replay's microseconds a call."""

@@ -25,10 +25,11 @@ import pytest
 
 from nanorunner.workshop.leftovers import shared_names
 
-LIMIT_S = 120.0
+LIMIT_S = 300.0  # far more than any test takes, on a machine that others keep busy too
 HARD_LIMIT_EXTRA_S = 20.0  # then even a test that sits in a C++ wait is ended, with the whole run
-SETTLE_S = 5.0  # how long killed processes may take to vanish
+SETTLE_S = 50.0  # how long killed processes may take to vanish; mostly a few milliseconds
 NEEDS_PROGRAM = "needs the program"
+NEEDS_INTERPRETER = "in the interpreter alone"  # so with a GPU it is skipped, by name
 TESTS = Path(__file__).parent
 # test files import their shared helpers by name, and so do the ranks that they start
 sys.path[:0] = [str(TESTS / folder) for folder in ("pure", "cpu")]
@@ -80,8 +81,10 @@ def nothing_left() -> Iterator[None]:
                 process.kill()
             pytest.fail(f"processes left: {[process.info for process in left]}")
         time.sleep(0.02)
-    new_names = shared_names() - names
-    assert not new_names, f"left in /dev/shm: {sorted(new_names)}"
+    # another program's engine has its name for some milliseconds; what we have left stays
+    while new_names := (shared_names() - names):
+        assert time.monotonic() < deadline, f"left in /dev/shm: {sorted(new_names)}"
+        time.sleep(0.02)
 
 
 def pytest_pycollect_makemodule(
@@ -120,7 +123,7 @@ def _forbidden_skips(config: pytest.Config, reporter: Any) -> list[str]:
     ids = [
         report.nodeid
         for report in reporter.stats.get("skipped", [])
-        if NEEDS_PROGRAM not in str(report.longrepr)
+        if not any(x in str(report.longrepr) for x in (NEEDS_PROGRAM, NEEDS_INTERPRETER))
     ]
     return [name for name in ids if "tests/gpu" not in name]
 

@@ -6,7 +6,9 @@ out of range, so a kernel that reads what it must not read cannot pass.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +105,19 @@ def check_attention(case: AttentionCase, out: torch.Tensor) -> None:
     tolerance = TOLERANCE[out.dtype]
     torch.testing.assert_close(out.double(), expected_attention(case), rtol=0, atol=tolerance)
     assert not out[int(case.batch.query_start_loc[-1]) :].any(), "padded rows must be zero"
+
+
+def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a Triton launcher that takes and gives CPU tensors wherever its kernels run."""
+    if DEVICE.type == "cpu":
+        return launch
+
+    @functools.wraps(launch)
+    def call(*given: Any) -> Any:
+        found = launch(*(x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in given))
+        return found.cpu() if isinstance(found, torch.Tensor) else tuple(x.cpu() for x in found)
+
+    return call
 
 
 def poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -23,6 +23,8 @@ KERNELS = {
     "_prefill_kernel",
     "_best_of_tile",
     "_best_of_row",
+    "_head_kernel",
+    "_best_tile_kernel",
     "one_shot_kernel",
     "two_shot_kernel",
     "add_rms_norm_kernel",

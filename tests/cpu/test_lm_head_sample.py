@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import DEVICE
+from kernel_cases import on_device
 
+from nanorunner.kernels import lm_head_sample as module
 from nanorunner.kernels.lm_head_sample import (
     HeadPlan,
     lm_head_sample,
     lm_head_sample_reference,
-    lm_head_sample_triton,
 )
 from nanorunner.kernels.token_keys import NO_KEY, key_ids, key_values
 
+lm_head_sample_triton = on_device(module.lm_head_sample_triton)
 PLAN = HeadPlan(16, 32, 1, 1)
 
 
 def integers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     """Return small whole numbers: their products and sums are exact in every order and dtype."""
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randint(-2, 3, shape, generator=generator).to(DEVICE, dtype)
+    return torch.randint(-2, 3, shape, generator=generator).to(dtype)
 
 
 def state(rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,8 +75,8 @@ def test_one_row_in_bfloat16_rounds_its_logits_as_a_written_logit_is() -> None:
 
 
 def test_equal_logits_give_the_lowest_id_and_nobody_gets_no_key() -> None:
-    head = torch.zeros(100, 32, device=DEVICE)
-    hidden = torch.ones(3, 32, device=DEVICE)
+    head = torch.zeros(100, 32)
+    hidden = torch.ones(3, 32)
     mapping = torch.tensor([0, -1, 0])
     zeros = torch.zeros(3, dtype=torch.int64)
     temperature, seed = torch.zeros(1), torch.zeros(1, dtype=torch.int64)
@@ -86,6 +87,6 @@ def test_equal_logits_give_the_lowest_id_and_nobody_gets_no_key() -> None:
 
 
 def test_a_row_of_nans_gives_an_id_in_range() -> None:
-    head = torch.full((40, 16), torch.nan, device=DEVICE)
-    hidden = torch.ones(2, 16, device=DEVICE)
+    head = torch.full((40, 16), torch.nan)
+    hidden = torch.ones(2, 16)
     check(hidden, head, 0, 40, PLAN)

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from kernel_cases import on_device
 
 from nanorunner.kernels import logprobs as module
 from nanorunner.kernels.logprobs import (
@@ -18,8 +19,10 @@ from nanorunner.kernels.logprobs import (
 )
 from nanorunner.kernels.token_keys import key_ids
 
-ROWS = pytest.mark.parametrize("statistics", [row_statistics_reference, row_statistics_triton])
-TOP = pytest.mark.parametrize("top", [top_keys_reference, top_keys_triton])
+ROWS = pytest.mark.parametrize(
+    "statistics", [row_statistics_reference, on_device(row_statistics_triton)]
+)
+TOP = pytest.mark.parametrize("top", [top_keys_reference, on_device(top_keys_triton)])
 
 
 def test_three_logits() -> None:

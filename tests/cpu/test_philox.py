@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from kernel_cases import DEVICE
 
 from nanorunner.kernels import philox
 from nanorunner.kernels.triton_support import jit, tl
@@ -59,8 +60,9 @@ def test_the_first_words_of_a_seed_never_change() -> None:
 def test_triton_and_the_reference_give_the_same_words(use: int) -> None:
     seeds = torch.tensor([0, 1, -1, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0])
     positions = torch.tensor([0, 5, 2**31, 2**32 - 1, 40_959, 131_071])
-    out = torch.zeros(6, 64, dtype=torch.int32)
-    _store_words[(6,)](out, seeds, positions, USE=use, IDS=64)
+    out = torch.zeros(6, 64, dtype=torch.int32, device=DEVICE)
+    _store_words[(6,)](out, seeds.to(DEVICE), positions.to(DEVICE), USE=use, IDS=64)
+    out = out.cpu()
     expected = philox.random_word_reference(
         seeds.numpy()[:, None], np.arange(64), positions.numpy()[:, None], use
     )
@@ -101,19 +103,21 @@ def test_the_largest_noise_is_as_fine_as_in_float64() -> None:
 
 
 def test_the_noise_of_a_word_is_as_exact_as_it_says() -> None:
-    """Half of what gumbel_noise promises: here its logarithm is exact, on a GPU it is quick."""
+    """In the interpreter half of what gumbel_noise promises: its logarithm is exact there."""
     quarter = 2**30  # as words: where the two ways to the exponential meet
     edges = [0, 1, 2, 127, 128, 2**24, 2**31 - 1, 2**31, ONES - 256, ONES]
     edges += [quarter + step for step in (-512, -256, -128, -1, 0, 1, 128, 256, 512)]
     words = np.concatenate([edges, np.random.default_rng(0).integers(0, 2**32, 16384 - len(edges))])
-    out = torch.zeros(16384)
+    out = torch.zeros(16384, device=DEVICE)
     bits = torch.from_numpy(words.astype(np.uint32).view(np.int32))
-    _store_noise[(1,)](out, bits, COUNT=16384)
+    _store_noise[(1,)](out, bits.to(DEVICE), COUNT=16384)
+    out = out.cpu()
     u = (words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32)
     exact = -np.log(-np.log1p(-np.minimum(u, np.float32(1 - 2.0**-24)).astype(np.float64)))
-    assert np.all(np.abs(out.numpy() - exact) <= np.maximum(1e-6, 4e-7 * np.abs(exact)) / 2)
+    bound = np.maximum(1.25e-6, 4e-7 * np.abs(exact)) / (2 if DEVICE.type == "cpu" else 1)
+    assert np.all(np.abs(out.numpy() - exact) <= bound)
     expected = philox.gumbel_noise_reference(words.astype(np.uint64))
-    np.testing.assert_allclose(out.numpy(), expected, rtol=4e-7, atol=1e-6)
+    np.testing.assert_allclose(out.numpy(), expected, rtol=4e-7, atol=1.5e-6)
 
 
 def test_the_noise_follows_the_gumbel_distribution() -> None:

@@ -6,9 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_cases import on_device
 
-from nanorunner.kernels.sample import gumbel_argmax_reference, gumbel_argmax_triton
+from nanorunner.kernels import sample
+from nanorunner.kernels.sample import gumbel_argmax_reference
 
+gumbel_argmax_triton = on_device(sample.gumbel_argmax_triton)
 Draw = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

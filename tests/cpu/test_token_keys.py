@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_cases import on_device
 
 from nanorunner.kernels.sample import gumbel_argmax_reference
 from nanorunner.kernels.sample_keys import sample_keys_reference, sample_keys_triton
@@ -19,7 +20,8 @@ from nanorunner.kernels.token_keys import (
 )
 
 Draw = Callable[..., torch.Tensor]
-BOTH = pytest.mark.parametrize("draw", [sample_keys_reference, sample_keys_triton])
+draw_triton = on_device(sample_keys_triton)
+BOTH = pytest.mark.parametrize("draw", [sample_keys_reference, draw_triton])
 INFINITY, NAN = float("inf"), float("nan")
 
 
@@ -142,4 +144,4 @@ def test_greedy_ties_go_to_the_lowest_id_of_all_shards(draw: Draw) -> None:
 
 def test_no_rows_give_no_keys() -> None:
     none = torch.zeros(0, dtype=torch.int64)
-    assert sample_keys_triton(torch.zeros(0, 9), none, none, *table(1)).shape == (0,)
+    assert draw_triton(torch.zeros(0, 9), none, none, *table(1)).shape == (0,)

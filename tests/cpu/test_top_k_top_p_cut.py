@@ -9,17 +9,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from kernel_cases import on_device
 
 from nanorunner.kernels import top_k_top_p_triton
 from nanorunner.kernels.min_p import min_p_floor_reference, min_p_floor_triton
 from nanorunner.kernels.token_keys import KEEP_ALL, LOWEST_KEY, key_values, token_keys
-from nanorunner.kernels.top_k_top_p_triton import (
-    top_k_top_p_cut_reference,
-    top_k_top_p_cut_triton,
-)
+from nanorunner.kernels.top_k_top_p_triton import top_k_top_p_cut_reference
 
 Cut = Callable[..., torch.Tensor]
-BOTH = pytest.mark.parametrize("find", [top_k_top_p_cut_reference, top_k_top_p_cut_triton])
+cut_triton = on_device(top_k_top_p_triton.top_k_top_p_cut_triton)
+BOTH = pytest.mark.parametrize("find", [top_k_top_p_cut_reference, cut_triton])
 INFINITY = float("inf")
 
 
@@ -55,7 +54,7 @@ def test_the_search_keeps_what_the_sort_keeps(
     keys = token_keys(logits, torch.arange(num_ids))
     counts = [
         (keys >= find(logits, heat, k, p)[:, None]).sum(-1)
-        for find in (top_k_top_p_cut_reference, top_k_top_p_cut_triton)
+        for find in (top_k_top_p_cut_reference, cut_triton)
     ]
     # exp differs in its last bits, so the last id that reaches p may be one more or one less
     assert int((counts[0] - counts[1]).abs().max()) <= 1
@@ -73,7 +72,7 @@ def test_a_row_that_never_fits_the_pool_is_narrowed_down(seed: int) -> None:
     keys = token_keys(logits, torch.arange(700))
     counts = [
         (keys >= find(logits, torch.ones(4), k, p)[:, None]).sum(-1)
-        for find in (top_k_top_p_cut_reference, top_k_top_p_cut_triton)
+        for find in (top_k_top_p_cut_reference, cut_triton)
     ]
     assert int((counts[0] - counts[1]).abs().max()) <= 1
 
@@ -141,7 +140,7 @@ def test_what_cannot_be_drawn_is_not_counted(find: Cut, filler: float) -> None:
 @pytest.mark.parametrize("value", [-INFINITY, float("nan"), INFINITY])
 def test_a_row_without_a_finite_best_still_ends_and_keeps_its_first_id(value: float) -> None:
     logits = torch.full((1, 50), value)
-    cut = top_k_top_p_cut_triton(logits, torch.ones(1), torch.tensor([3]), torch.tensor([0.5]))
+    cut = cut_triton(logits, torch.ones(1), torch.tensor([3]), torch.tensor([0.5]))
     assert int(token_keys(logits[0, 0], torch.tensor(0))) >= int(cut) >= LOWEST_KEY
 
 
@@ -150,10 +149,10 @@ def test_a_rows_cut_does_not_depend_on_its_neighbours() -> None:
     logits = torch.randn(6, 1500, generator=generator)
     heat, k = torch.full((6,), 0.8), torch.tensor([0, 5, 700, 0, 50, 0])
     p = torch.tensor([0.9, 1.0, 0.6, 0.99, 0.3, 1.0])
-    together = top_k_top_p_cut_triton(logits, heat, k, p)
+    together = cut_triton(logits, heat, k, p)
     for row in range(6):
         part = slice(row, row + 1)
-        alone = top_k_top_p_cut_triton(logits[part], heat[part], k[part], p[part])
+        alone = cut_triton(logits[part], heat[part], k[part], p[part])
         assert alone.tolist() == together[part].tolist()
 
 
@@ -169,7 +168,7 @@ def test_a_floor_leaves_fewer_tokens_for_k_and_p(find: Cut) -> None:
         assert reaches.nonzero()[:, 0].tolist() == expected
 
 
-@pytest.mark.parametrize("floor_of", [min_p_floor_reference, min_p_floor_triton])
+@pytest.mark.parametrize("floor_of", [min_p_floor_reference, on_device(min_p_floor_triton)])
 class TestMinP:
     def test_a_tenth_of_the_best_probability(self, floor_of: Cut) -> None:
         logits = torch.tensor([0.0, -1.0, -3.0])

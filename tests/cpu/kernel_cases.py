@@ -7,6 +7,7 @@ out of range, so a kernel that reads what it must not read cannot pass.
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -118,6 +119,17 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
         return found.cpu() if isinstance(found, torch.Tensor) else tuple(x.cpu() for x in found)
 
     return call
+
+
+def forget_compiled() -> None:
+    """Make every Triton kernel compile again at its next launch, whatever earlier tests launched.
+
+    Triton's cache on the disk stays, so that takes milliseconds a kernel.
+    """
+    import triton
+
+    for kernel in [x for x in gc.get_objects() if isinstance(x, triton.JITFunction)]:
+        kernel.device_caches.clear()
 
 
 def poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

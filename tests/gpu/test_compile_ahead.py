@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 
 import pytest
 import triton
+from kernel_cases import forget_compiled
 
 from nanorunner.config import make_config
 from nanorunner.resolve import resolve
@@ -33,8 +33,7 @@ def test_no_stage_after_the_weights_compiles(
         triton.knobs.runtime, "jit_post_compile_hook", lambda fn, **facts: compiled.append(fn.name)
     )
     try:
-        for kernel in [x for x in gc.get_objects() if isinstance(x, triton.JITFunction)]:
-            kernel.device_caches.clear()  # what earlier tests compiled
+        forget_compiled()
         one.load_model()
         assert compiled
         compiled.clear()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
+from kernel_cases import forget_compiled
 from transformers_reference import Reference, check_logprobs
 
 from nanorunner import LLM, SamplingParams
@@ -107,6 +108,7 @@ def test_steps_with_every_setting_wait_for_nothing_and_compile_nothing(
 ) -> None:
     prompts = make_prompts(LENGTHS)
     compiled: list[object] = []
+    forget_compiled()
     with make_llm(folder) as llm:
         monkeypatch.setattr(
             triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts)

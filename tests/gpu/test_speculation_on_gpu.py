@@ -14,6 +14,7 @@ import pytest
 import torch
 import triton
 from guarded_runner import NUM_GUARDED, REPORT, start_engine
+from kernel_cases import forget_compiled
 
 from nanorunner import LLM, SamplingParams
 from nanorunner.presets import load_preset
@@ -99,7 +100,7 @@ def test_the_ids_are_those_of_plain_decoding(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize(
     "small",
-    [{"max_num_batched_tokens": 48}, {"num_blocks": 3, "max_num_seqs": 4}],
+    [{"max_num_batched_tokens": 48}, {"num_blocks": 8, "max_num_seqs": 8}],
     ids=["chunks", "a small pool"],
 )
 def test_chunks_and_preemptions_change_nothing(
@@ -124,6 +125,7 @@ def test_serving_compiles_nothing(
     folder: Path, other: Path, method: str, enforce_eager: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = speculating(method, folder, other) | {"enforce_eager": enforce_eager}
+    forget_compiled()
     with make_llm(folder, **settings) as llm:
         compiled: list[str] = []
         monkeypatch.setattr(

@@ -20,10 +20,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import hypothesis
 import psutil
 import pytest
 
 from nanorunner.workshop.leftovers import shared_names
+
+# Hypothesis judges what the code does, never how long this machine takes for it: its deadline of an
+# example and its check that examples are made quickly enough both look at the clock.
+hypothesis.settings.register_profile(
+    "any machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("any machine")
 
 LIMIT_S = 300.0  # far more than any test takes, on a machine that others keep busy too
 HARD_LIMIT_EXTRA_S = 20.0  # then even a test that sits in a C++ wait is ended, with the whole run

@@ -28,7 +28,7 @@ from nanorunner.workshop.judge import NONCE_BYTES
 from nanorunner.workshop.question import Setting, judge
 from nanorunner.workshop.questions import QUESTIONS, text_of
 
-CODE_LIMIT_S = 60.0  # examining takes a few seconds; what takes longer waits for ever
+CODE_LIMIT_S = 120.0  # examining takes a few seconds; what takes longer waits for ever
 
 
 def add_flags(parser: ArgumentParser) -> None:

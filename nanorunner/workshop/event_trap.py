@@ -9,24 +9,36 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import time
+from multiprocessing.synchronize import Event
 
-SLEEP_S = 0.3  # by then the waiter sleeps in the Event
-JOIN_S = 5.0
+from nanorunner.rank_process import process_state
+from nanorunner.workshop.leftovers import wait_until
+
+PATIENCE_S = 10.0  # of what takes milliseconds
+ABOUT_TO_WAIT = b"w"
 
 
 def main() -> None:
-    """Kill a waiter, say so, and call set()."""
+    """Kill a waiter that sleeps in the Event, say so, and call set()."""
     context = multiprocessing.get_context("fork")
     event = context.Event()
-    waiter = context.Process(target=event.wait, args=(60.0,), daemon=True)
+    ours, waiters = os.pipe()
+    waiter = context.Process(target=_wait, args=(event, waiters), daemon=True)
     waiter.start()
-    time.sleep(SLEEP_S)
     assert waiter.pid is not None, "it was started"
-    os.kill(waiter.pid, signal.SIGKILL)
-    waiter.join(JOIN_S)
+    pid = waiter.pid
+    os.close(waiters)  # the waiter's copy alone is left, and ends with it
+    os.read(ours, len(ABOUT_TO_WAIT))
+    wait_until(lambda: process_state(pid) == "S", PATIENCE_S, "the waiter to sleep")
+    os.kill(pid, signal.SIGKILL)
+    waiter.join(PATIENCE_S)
     print("killed", flush=True)
     event.set()
+
+
+def _wait(event: Event, waiters: int) -> None:
+    os.write(waiters, ABOUT_TO_WAIT)  # the next thing that this process sleeps in is the Event
+    event.wait(60.0)
 
 
 if __name__ == "__main__":

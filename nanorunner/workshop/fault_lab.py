@@ -26,8 +26,8 @@ from nanorunner.workshop.open_engine import OpenEngine, start_engine
 
 MARK = "NANORUNNER_FAULT_LAB"  # in the environment of everything that the lab starts
 LAB_RUNNER = "nanorunner.workshop.fault_runner:make_runner"
-SETTLE_S = 5.0  # how long killed processes may take to vanish
-TIMEOUT_S = 60.0  # of every start and step: far beyond what a fault may take
+SETTLE_S = 20.0  # how long killed processes may take to vanish; mostly a few milliseconds
+TIMEOUT_S = 200.0  # of every start and step: far beyond what a fault may take
 TOY = "tiny-llama"
 NUM_KV_HEADS = 4  # not its own 1, so that each of two ranks has two that can be swapped
 

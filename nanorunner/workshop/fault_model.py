@@ -13,7 +13,7 @@ from nanorunner.check_shards import wrong_shards
 from nanorunner.errors import RankDied
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.workshop.fault_lab import Lab
-from nanorunner.workshop.fault_processes import DETECTION_S, START_S, VICTIM
+from nanorunner.workshop.fault_processes import DETECTION_S, START_S, VICTIM, WORK_S
 from nanorunner.workshop.leftovers import wait_until
 from nanorunner.workshop.open_engine import OpenEngine
 
@@ -80,17 +80,18 @@ def _kill_inside(lab: Lab, opened: OpenEngine, pid: int, sign: Path) -> None:
         lab.report.must(False, "no error came")
     finally:
         is_over.set()
-        killer.join(DETECTION_S)
+        killer.join(WORK_S)
 
 
 def slow(lab: Lab) -> None:
     """Rank 1 sleeps before each ack. No error: everybody waits for the slowest rank."""
     opened = lab.start_model(2)
     _generate(opened, NUM_SLOW_STEPS)
-    normal_s = _seconds_a_step(opened)
+    normal_s = _seconds_a_step(opened, start=time.monotonic())
+    start = time.monotonic()  # before the call: its answer sent, rank 1 sleeps for the next frame
     opened.ranks.call_all("sabotage", VICTIM, "slow", SLOW_S)
     lab.report.did(f"rank 1 sleeps {SLOW_S * 1e3:g} ms before it reads, and acks, a frame")
-    slow_s = _seconds_a_step(opened)
+    slow_s = _seconds_a_step(opened, start)
     opened.ranks.call_all("sabotage", VICTIM, "slow", 0.0)
     lab.report.saw(f"before: {normal_s * 1e3:.1f} ms a step, {1 / normal_s:.0f} tokens/s")
     lab.report.saw(
@@ -98,7 +99,7 @@ def slow(lab: Lab) -> None:
         f"the all-reduces wait for the slowest rank"
     )
     lab.report.saw(f"measured: {slow_s * 1e3:.1f} ms a step, {1 / slow_s:.0f} tokens/s; no error")
-    lab.report.took(slow_s, DETECTION_S, "a step")
+    lab.report.took(slow_s, WORK_S, "a step")
     lab.report.must(slow_s >= SLOW_S, "steps are quicker than the slowest rank")
     lab.report.must(not lab.log, f"a warning came: {lab.log[:1]}")
 
@@ -126,7 +127,7 @@ def bad_shard(lab: Lab) -> None:
     names = [sentence.partition(":")[0] for sentence in wrong]
     lab.report.saw(f"checksums against the shard map: {', '.join(names) or 'all equal'}")
     lab.report.saw(f"with --check-ranks the start would end with: {'; '.join(wrong)}")
-    lab.report.took(time.monotonic() - start, DETECTION_S, "to run, compare and find it")
+    lab.report.took(time.monotonic() - start, WORK_S, "to run, compare and find it")
     expected = [f"rank {VICTIM}, layers.{LAYER}.qkv"]
     lab.report.must(names == expected, f"the checksums should name {expected}")
     tensors = all(f"{name}_proj.weight" in "".join(wrong) for name in "kv")
@@ -148,14 +149,14 @@ def _generate(opened: OpenEngine, num_tokens: int) -> tuple[list[int], list[floa
     return ids, scores
 
 
-def _seconds_a_step(opened: OpenEngine) -> float:
-    """Return the mean time of a step, of one request from its first frame to its last id.
+def _seconds_a_step(opened: OpenEngine, start: float) -> float:
+    """Return the mean time of a step of one request, from `start` to its last id.
 
-    Nothing is left out: with the start after some step, rank 1 may have slept for the next frame
-    before this thread looks at the clock, and the mean could be less than a sleep.
+    Rank 1 sleeps once for each of its frames. All those sleeps lie behind `start` only if that was
+    before the answer to whatever rank 1 did last; else this thread may come to the clock so late
+    that a sleep is over, and the mean could be less than a sleep.
     """
     params = SamplingParams(temperature=0.0, max_tokens=NUM_SLOW_STEPS, ignore_eos=True)
-    start = time.monotonic()
     opened.engine.add_request(PROMPT, params)
     num_steps = 0
     while opened.engine.has_unfinished():

@@ -55,10 +55,15 @@ def shared_names() -> set[str]:
 
 
 def wait_until(is_true: Callable[[], Any], limit_s: float, what: str) -> float:
-    """Wait for is_true() and return after how many seconds it was; TimeoutError after limit_s."""
+    """Wait for is_true() and return after how many seconds it was; TimeoutError after limit_s.
+
+    When time is up it looks once more: on a busy machine this process itself may have stood still.
+    """
     start = time.monotonic()
+    is_late = False
     while not is_true():
-        if time.monotonic() - start > limit_s:
+        if is_late:
             raise TimeoutError(f"waited {limit_s:g} s for {what}")
         time.sleep(POLL_S)
+        is_late = time.monotonic() - start > limit_s
     return time.monotonic() - start

@@ -17,7 +17,7 @@ import torch
 from nanorunner.kernels.peer_all_reduce import sum_in_rank_order
 from nanorunner.kernels.rms_norm import add_rms_norm
 
-PATIENCE_S = 5.0  # what takes longer waits for something that never comes
+PATIENCE_S = 10.0  # what takes longer waits for something that never comes
 
 
 def run_ranks(tp: int, function: Callable[[int], Any]) -> list[Any]:

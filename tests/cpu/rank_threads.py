@@ -9,7 +9,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def on_threads(
-    tp: int, body: Callable[[TCPStore, int], object], limit_s: float = 30.0
+    tp: int, body: Callable[[TCPStore, int], object], limit_s: float = 100.0
 ) -> list[object]:
     """Run body(store, rank) on tp threads, each for limit_s at most; return the results by rank."""
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

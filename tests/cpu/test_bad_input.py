@@ -26,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 GOOD = [3, 4, 5]
 POOL_TOKENS = 2 * 256
 MAX_MODEL_LEN = 768  # longer than the pool, so that both limits can be met
+LONG = 32768  # so many tokens take a minute or so: whoever is ended meanwhile is not done
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +137,7 @@ def nanorunner(folder: Path, *words: str, stdin: bytes = b"") -> subprocess.Comp
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         input=stdin,
         capture_output=True,
-        timeout=100,
+        timeout=280,
     )
 
 
@@ -224,11 +225,14 @@ def test_what_cannot_start_is_refused_with_2_and_one_line(
     [("rank 1", signal.SIGKILL, 3, "rank 1"), ("rank 0", signal.SIGINT, 130, "interrupted")],
 )
 def test_a_run_that_is_ended_from_outside_has_its_own_exit_code(
-    victim: str, number: signal.Signals, code: int, words: str, folder: Path
+    victim: str, number: signal.Signals, code: int, words: str, tmp_path: Path
 ) -> None:
+    fields = {**load_preset("tiny-llama"), "vocab_size": 259, "max_position_embeddings": LONG}
+    folder = make_toy_model(tmp_path / "long", fields, has_tokenizer=True)
     command = [sys.executable, "-m", "nanorunner", "--model", str(folder), "--device", "cpu"]
+    lengths = ["--max-model-len", str(LONG), "--max-tokens", "30000"]
     process = subprocess.Popen(
-        [*command, "--tp", "2", "--max-tokens", "1000", "--ignore-eos", "--prompt", "a"],
+        [*command, "--tp", "2", *lengths, "--ignore-eos", "--prompt", "a"],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -240,7 +244,7 @@ def test_a_run_that_is_ended_from_outside_has_its_own_exit_code(
         children = psutil.Process(process.pid).children()  # Python's resource tracker is another
         (rank_1,) = (c for c in children if "rank_main" in " ".join(c.cmdline()))
         os.kill(rank_1.pid if victim == "rank 1" else process.pid, number)
-        _, log = process.communicate(timeout=30)
+        _, log = process.communicate(timeout=200)
     finally:
         process.kill()
     assert process.returncode == code

@@ -145,7 +145,7 @@ def test_vllm_is_driven_as_our_engine_is() -> None:
         for first, length in ((10, 3), (20, 1), (30, 2))
     ]
     for _ in range(2):  # ids of requests go on: a second pass is not the first one's
-        record = run_pass(engine, requests, all_at_once(3), Clock(0.0), 10.0)
+        record = run_pass(engine, requests, all_at_once(3), Clock(0.0), 100.0)
         assert [each.token_ids for each in record.requests] == [[11, 12, 13], [21], [31, 32]]
         assert all(each.finish_reason == "length" for each in record.requests)
     assert {params.seed for params in small.seen} == {None}  # greedy

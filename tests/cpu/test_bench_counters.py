@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -59,14 +60,19 @@ def test_counts_are_the_difference_of_two_readings_and_peaks_are_not() -> None:
 
 
 def test_the_meter_sees_a_busy_core_and_an_idle_one() -> None:
+    """Bounds from outside, which hold however much of the time other programs have the core."""
+    begin_s = time.perf_counter()
     with ResourceMeter(num_gpus=0) as meter:
         end_s = time.process_time() + 0.2
         while time.process_time() < end_s:
             pass
-    busy = meter.read().values["cpu_cores"]
+    at_least = 0.2 / (time.perf_counter() - begin_s)
+    assert meter.read().values["cpu_cores"] >= at_least
+    begin_s = time.process_time()
     with ResourceMeter(num_gpus=0) as meter:
         time.sleep(0.2)
-    assert meter.read().values["cpu_cores"] < 0.5 * busy
+    at_most = (time.process_time() - begin_s) / 0.2
+    assert meter.read().values["cpu_cores"] <= at_most
     assert host_peak_gib() > 0.01
 
 
@@ -77,7 +83,9 @@ def test_gpus_that_cannot_be_read_are_a_gap_and_lose_nothing(
     monkeypatch.setattr("nanorunner.bench.resources.has_nvml", lambda: True)
     monkeypatch.setattr("nanorunner.bench.resources.SAMPLE_EVERY_S", 0.01)
     with ResourceMeter(num_gpus=99) as meter:
-        time.sleep(0.1)
+        for thread in threading.enumerate():
+            if thread.name == "gpu sampler":
+                thread.join(60)  # its first reading ends it
     used = meter.read()
     assert list(used.values) == ["cpu_cores"]
     assert used.gaps["GPU use"].startswith("NVML could not be read: ")

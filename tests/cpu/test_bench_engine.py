@@ -22,7 +22,7 @@ def run_bench(*flags: str) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=280,
         check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},  # works in a clone that is not installed too
     )
@@ -38,8 +38,9 @@ def test_the_result_is_one_json_line_that_says_how_to_repeat_it(tmp_path: Path) 
     load = result["loads"]["smoke"]
     assert (load["requests"], load["input_tokens"], load["output_tokens"]) == (2, 16, 8)
     assert len(load["seconds"]) == 3
-    median = sorted(load["seconds"])[1]
-    assert abs(load["output_tokens_per_s"] * median / 8 - 1) < 0.05
+    # both figures are rounded: to 0.1 ms, and to a tenth of a token
+    rates = [8 / (sorted(load["seconds"])[1] + error) for error in (0.0001, -0.0001)]
+    assert rates[0] - 0.1 < load["output_tokens_per_s"] < rates[1] + 0.1
     assert load["scheduler"]["prefill_tokens"] == 3 * 16
     assert result["config"]["prefix_cache"] is False
     assert result["versions"]["torch"]

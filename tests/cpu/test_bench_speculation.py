@@ -36,7 +36,7 @@ def run_bench(*flags: str) -> tuple[subprocess.CompletedProcess[str], dict[str, 
         env={**os.environ, "PYTHONPATH": str(ROOT)},  # works in a clone that is not installed too
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
         check=False,
     )
     assert done.stdout, done.stderr

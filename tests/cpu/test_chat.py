@@ -21,12 +21,18 @@ from nanorunner.toy_model import make_toy_model
 
 ROOT = Path(__file__).parents[2]
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-WAIT_S = 60.0
+WAIT_S = 100.0
+# An answer that cannot end while a test does not look: 30,000 tokens take a minute or so, and they
+# are more than a terminal holds for a reader.
+LONG = 32768
+LONG_ANSWER = ("--max-model-len", str(LONG), "--max-tokens", "30000")
+
+pytestmark = pytest.mark.limit(400)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fields = {**load_preset("tiny-llama"), "vocab_size": 259}
+    fields = {**load_preset("tiny-llama"), "vocab_size": 259, "max_position_embeddings": LONG}
     return make_toy_model(tmp_path_factory.mktemp("toy"), fields, has_tokenizer=True)
 
 
@@ -149,7 +155,7 @@ def test_the_shell_talks_on_a_terminal_and_leaves_with_0(folder: Path) -> None:
 
 
 def test_ctrl_c_stops_the_answer_and_twice_leaves_with_130(folder: Path) -> None:
-    terminal = Terminal(folder, "--tp", "2", "--max-tokens", "900", "--raw")
+    terminal = Terminal(folder, "--tp", "2", *LONG_ANSWER, "--raw")
     terminal.wait_for("> ")
     terminal.type("hello\n")
     terminal.wait_for_an_answer("hello")

@@ -34,7 +34,6 @@ def config_of(tp: int, runner: str, *, check_ranks: bool = True) -> RunnerConfig
     return lab_config(tp, check_ranks=check_ranks, runner=runner, async_depth=depth)
 
 
-@pytest.mark.limit(90)
 @pytest.mark.parametrize("runner", ["v1", "v2"])
 def test_an_engine_gives_the_same_ids_and_stops_when_a_rank_drifts(
     runner: str, monkeypatch: pytest.MonkeyPatch
@@ -51,7 +50,6 @@ def test_an_engine_gives_the_same_ids_and_stops_when_a_rank_drifts(
     assert f"after the all-reduce of layers.{LAYER}.o: its norm: rank 0 holds" in text
 
 
-@pytest.mark.limit(60)
 def test_a_wrong_shard_ends_the_start_by_its_rank_layer_and_tensor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -66,7 +64,6 @@ def test_a_wrong_shard_ends_the_start_by_its_rank_layer_and_tensor(
     assert "q_proj" not in text
 
 
-@pytest.mark.limit(90)
 def test_the_flag_works_in_bench_and_stands_in_its_result(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -21,6 +21,7 @@ from nanorunner.workers.cuda_graphs import capture_graph
 
 FOLDER = Path(__file__).parent
 CPU = torch.device("cpu")
+LIMIT_S = 60.0  # of what takes milliseconds
 
 
 class Kernel:
@@ -34,9 +35,8 @@ class Kernel:
         self._loaded.append(self.name)
 
 
-@pytest.mark.limit(120)
 def test_what_was_rehearsed_is_launched_later_without_compiling(tmp_path: Path) -> None:
-    printed = run_compiling("compile_on_threads.py", cache=tmp_path, timeout_s=110)
+    printed = run_compiling("compile_on_threads.py", cache=tmp_path, timeout_s=280)
     assert json.loads(printed) == {
         "asked": 2,
         "rehearsed": ["_rms_norm_kernel", "_silu_mul_kernel"],
@@ -56,14 +56,14 @@ def ask(compilers: Compilers, name: str, compile_kernel: Callable[[], Any]) -> N
 
 
 def test_kernels_compile_at_the_same_time_and_each_is_loaded() -> None:
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=LIMIT_S)
     loaded: list[str] = []
 
     def compile_kernel() -> Kernel:
         both.wait()  # passes only when two are at it
         return Kernel("kernel", loaded)
 
-    with compile_ahead(CPU, 2, timeout_s=20) as compilers:
+    with compile_ahead(CPU, 2, timeout_s=LIMIT_S) as compilers:
         for name in ("a", "b"):
             ask(compilers, name, compile_kernel)
     assert loaded == ["kernel", "kernel"]
@@ -76,7 +76,7 @@ def test_a_kernel_that_does_not_compile_is_raised_and_the_next_start_is_free() -
     for _ in range(2):
         with (
             pytest.raises(ValueError, match="no such instruction"),
-            compile_ahead(CPU, 1, timeout_s=20) as compilers,
+            compile_ahead(CPU, 1, timeout_s=LIMIT_S) as compilers,
         ):
             ask(compilers, "bad", fail)
 
@@ -87,32 +87,34 @@ def test_a_compiler_that_hangs_ends_the_start_in_time(monkeypatch: pytest.Monkey
 
     def start() -> None:
         with compile_ahead(CPU, 1, timeout_s=0.1) as compilers:
-            ask(compilers, "slow", lambda: release.wait(30))
-            ask(compilers, "queued", lambda: release.wait(30))
+            ask(compilers, "slow", lambda: release.wait(LIMIT_S))
+            ask(compilers, "queued", lambda: release.wait(LIMIT_S))
 
     begin = time.monotonic()
-    with pytest.raises(TimeoutError, match=r"2 kernels are not compiled after 0\.1 s"):
-        start()
-    assert time.monotonic() - begin < 10
-    release.set()
+    try:
+        with pytest.raises(TimeoutError, match=r"2 kernels are not compiled after 0\.1 s"):
+            start()
+        assert time.monotonic() - begin < LIMIT_S, "it has waited for the compiler"
+    finally:
+        release.set()
 
 
 def test_an_error_beside_the_rehearsal_stops_the_threads() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())  # of an earlier test one may be about to end
 
     def start() -> None:
-        with compile_ahead(CPU, 2, timeout_s=20) as compilers:
+        with compile_ahead(CPU, 2, timeout_s=LIMIT_S) as compilers:
             ask(compilers, "a", lambda: Kernel("a", []))
             raise OSError("no weights")
 
     with pytest.raises(OSError, match="weights"):
         start()
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_rehearsal_selects_nothing_out_of_range_and_captures_nothing() -> None:
     table, ids = torch.ones(4, 3), torch.full((2,), 1 << 40)
-    with compile_ahead(CPU, 1, timeout_s=20) as compilers:
+    with compile_ahead(CPU, 1, timeout_s=LIMIT_S) as compilers:
         with compilers.rehearsal():
             assert is_compiling_only()
             torch.nn.functional.embedding(ids, table)

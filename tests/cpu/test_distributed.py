@@ -19,7 +19,7 @@ def on_ranks(tp: int, body: Callable[[Group], object]) -> list[object]:
     """Run body(group) on tp threads, one rank each, and return the results by rank."""
 
     def run(store: TCPStore, rank: int) -> object:
-        group = Group(store, rank, tp, CPU, timeout_s=20)
+        group = Group(store, rank, tp, CPU, timeout_s=60)
         result = body(group)
         group.close()
         return result

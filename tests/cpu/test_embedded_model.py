@@ -21,11 +21,21 @@ from nanorunner.gguf_folder import FOLDER_FILES, GgufError
 REPOSITORY = Path(__file__).parents[2]
 CHILD_TIMEOUT_S = 120.0
 
+pytestmark = pytest.mark.limit(400)
+
 CONVERT = """
 import sys
 from pathlib import Path
 from nanorunner.embedded_model import converted_folder
 print(converted_folder(Path(sys.argv[1]), sys.argv[2]))
+"""
+
+# Before CONVERT: a conversion that hangs when all is written and nothing has its name yet, however
+# late the test comes to kill it.
+NEVER_DONE = """
+import os
+import time
+os.fsync = lambda descriptor: time.sleep(600)
 """
 
 # The first 18 greedy ids of "The capital of France is" and of "def fibonacci(n):" as transformers
@@ -48,9 +58,9 @@ def tiny(tmp_path: Path) -> Path:
     return write_tiny_gguf(tmp_path / "tiny.gguf")
 
 
-def start_conversion(source: Path) -> subprocess.Popen[str]:
+def start_conversion(source: Path, before: str = "") -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", CONVERT, str(source), "tiny"],
+        [sys.executable, "-c", before + CONVERT, str(source), "tiny"],
         cwd=REPOSITORY,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -110,7 +120,7 @@ def test_a_folder_that_lost_a_file_is_made_anew(cache: Path, tiny: Path) -> None
 
 
 def test_a_killed_conversion_leaves_nothing_half_made(cache: Path, tiny: Path) -> None:
-    child = start_conversion(find_source())
+    child = start_conversion(find_source(), NEVER_DONE)
     try:
         deadline = time.monotonic() + CHILD_TIMEOUT_S
         while not list(cache.glob(".*.tmp/config.json")):  # it has begun to write

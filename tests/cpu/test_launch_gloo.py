@@ -11,15 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 import gloo_runner
-import psutil
 import pytest
 import torch
-from rank_harness import make_config, state, wait_until
+from rank_harness import DETECTION_S, make_config, state, wait_until
 
+from nanorunner import launch
 from nanorunner.errors import RankDied
 from nanorunner.launch import Ranks
-
-DETECTION_S = 5.0
+from nanorunner.rank_process import RankProcess, spawn
 
 
 @contextmanager
@@ -48,7 +47,6 @@ def test_ranks_meet_share_the_cores_and_leave_torch_as_it_was(
     assert torch.get_num_threads() == before
 
 
-@pytest.mark.limit(180)
 def test_a_killed_rank_frees_rank_0_from_the_collective_and_a_new_engine_works() -> None:
     for _ in range(2):
         with ranks_of(3) as ranks:
@@ -87,7 +85,9 @@ def test_a_stopped_rank_in_a_collective_goes_on() -> None:
 
 def test_a_stopped_rank_in_a_collective_ends_the_engine_after_the_timeout() -> None:
     with ranks_of(2, step_timeout_s=2.0) as ranks:
-        os.kill(ranks.call_all("pid")[1], signal.SIGSTOP)
+        pid = ranks.call_all("pid")[1]
+        os.kill(pid, signal.SIGSTOP)
+        wait_until(lambda: state(pid) == "T")
         with pytest.raises(RankDied, match=r"rank 1 .*did not finish in 2 s \(state T\)"):
             ranks.call("meet", 4)
 
@@ -98,32 +98,24 @@ def test_a_rank_that_fails_to_load_ends_the_start(monkeypatch: pytest.MonkeyPatc
         pass
 
 
-def test_a_rank_killed_before_the_ranks_have_met_frees_rank_0() -> None:
+def test_a_rank_killed_before_the_ranks_have_met_frees_rank_0(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     killed_at: list[float] = []
 
-    def kill_early() -> None:
-        ranks = wait_until_some(
-            lambda: [c for c in psutil.Process().children() if "rank 1 of" in _line(c)]
-        )
-        time.sleep(0.3)  # its import of torch takes longer, so rank 0 waits at the store
-        ranks[0].kill()
-        killed_at.append(time.monotonic())
+    def spawn_stopped(*arguments: Any) -> RankProcess:
+        """Stop the rank before rank 0, which starts it, goes to the store: they cannot meet."""
+        started = spawn(*arguments)
+        started.process.send_signal(signal.SIGSTOP)
 
-    killer = threading.Thread(target=kill_early)
-    killer.start()
+        def kill() -> None:
+            killed_at.append(time.monotonic())
+            started.process.kill()
+
+        threading.Timer(0.5, kill).start()  # rank 0 waits at the store by then, as a rule
+        return started
+
+    monkeypatch.setattr(launch, "spawn", spawn_stopped)
     with pytest.raises(RankDied, match=r"rank 1 .* was killed by SIGKILL"), ranks_of(2):
         pass
-    killer.join(20)
     assert time.monotonic() - killed_at[0] < DETECTION_S
-
-
-def wait_until_some(find: Any) -> Any:
-    wait_until(find)
-    return find()
-
-
-def _line(process: psutil.Process) -> str:
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -100,15 +100,35 @@ def test_leaving_a_stream_early_ends_its_request_alone(llm: LLM) -> None:
     assert llm.generate(PROMPTS[0], greedy(), use_tqdm=False)[0].token_ids == expected
 
 
+@contextmanager
+def ctrl_c_after(num_steps: int, llm: LLM) -> Iterator[None]:
+    """Press Ctrl-C when the block's work has made so many steps.
+
+    The clock is this process's own CPU time, and this thread looks: neither can come too late, as
+    another thread could.
+    """
+    last = llm.engine.stats.steps + num_steps
+
+    def look(number: int, frame: FrameType | None) -> None:
+        if llm.engine.stats.steps >= last:
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+            signal.raise_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGVTALRM, look)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.001, 0.001)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+
+
 def test_ctrl_c_ends_every_request_and_leaves_the_engine_usable(llm: LLM) -> None:
     expected = llm.generate(PROMPTS[0], greedy(), use_tqdm=False)[0].token_ids
     stream = llm.stream(PROMPTS[1], greedy(max_tokens=900))
     next(stream)
-    timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
+    with ctrl_c_after(5, llm), pytest.raises(KeyboardInterrupt):
         llm.generate(PROMPTS, greedy(max_tokens=900), use_tqdm=False)
-    timer.join()
     list(stream)  # ends instead of waiting for a request that is no more
     assert llm.generate(PROMPTS[0], greedy(), use_tqdm=False)[0].token_ids == expected
 

@@ -95,7 +95,7 @@ def test_a_result_s_table_says_that_ranks_shared_a_gpu() -> None:
 
 def relayed(group: Group) -> Group:
     """Put the relay between a group of CPU tensors and gloo."""
-    group._group = HostRelay(group._group, CPU, timeout_s=5.0)
+    group._group = HostRelay(group._group, CPU, timeout_s=60.0)
     return group
 
 
@@ -131,7 +131,7 @@ def test_the_relay_reduces_views_too() -> None:
         sum_: Any = dist.ReduceOp.SUM
         options = dist.AllreduceOptions()
         options.reduceOp = sum_
-        HostRelay(group._group, CPU, timeout_s=5.0).allreduce([whole[:, ::2]], options)
+        HostRelay(group._group, CPU, timeout_s=60.0).allreduce([whole[:, ::2]], options)
         return whole
 
     for whole in on_ranks(2, body):

@@ -18,10 +18,12 @@ from nanorunner.workers import shared_sums
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.shared_sums import SLOT_BYTES, SharedSums, SharedSumsUnavailable
 
+LIMIT_S = 60.0  # of a wait that ends in milliseconds
+
 Body = Callable[[SharedSums, int], object]
 
 
-def on_ranks(tp: int, body: Body, give_up_after_s: float = 20.0) -> list[object]:
+def on_ranks(tp: int, body: Body, give_up_after_s: float = LIMIT_S) -> list[object]:
     """Run body(sums, rank) on tp threads and return the results, or errors, by rank."""
 
     def run(store: TCPStore, rank: int) -> object:
@@ -83,11 +85,19 @@ def test_what_is_too_large_or_has_holes_is_left_to_gloo() -> None:
 
 
 def test_a_wait_ends_when_it_is_stopped_or_has_been_too_long() -> None:
+    over = threading.Event()  # until then rank 1 neither comes nor leaves
+
     def stopped(sums: SharedSums, rank: int) -> None:
         if rank == 0:
             threading.Timer(0.2, sums.abort).start()
+            wait_in_vain(sums)
+        assert over.wait(LIMIT_S)
+
+    def wait_in_vain(sums: SharedSums) -> None:
+        try:
             sums.try_sum(torch.ones(3))
-        time.sleep(1.0)
+        finally:
+            over.set()
 
     error, _ = on_ranks(2, stopped)
     assert isinstance(error, RuntimeError)
@@ -101,10 +111,12 @@ def test_a_wait_ends_when_it_is_stopped_or_has_been_too_long() -> None:
     assert isinstance(error, RuntimeError)
     assert "rank 1 has left" in str(error)
 
+    over.clear()
+
     def late(sums: SharedSums, rank: int) -> None:
         if rank == 0:
-            sums.try_sum(torch.ones(3))
-        time.sleep(1.0)
+            wait_in_vain(sums)
+        assert over.wait(LIMIT_S)
 
     error, _ = on_ranks(2, late, give_up_after_s=0.3)
     assert isinstance(error, TimeoutError)
@@ -121,7 +133,7 @@ def test_a_processor_that_reorders_stores_has_none_on_any_rank(
         assert "aarch64" in str(error)
 
     def run(store: TCPStore, rank: int) -> float:
-        group = Group(store, rank, 2, torch.device("cpu"), timeout_s=20)
+        group = Group(store, rank, 2, torch.device("cpu"), timeout_s=LIMIT_S)
         total = float(group.all_reduce(torch.ones(1)))
         group.close()
         return total

@@ -12,16 +12,15 @@ import pytest
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
+pytestmark = [pytest.mark.slow, pytest.mark.limit(900)]  # half a minute each on two quiet cores
 
-@pytest.mark.slow
-@pytest.mark.limit(400)
+
 def test_every_phase_and_every_victim_of_a_kill() -> None:
-    report = _run("soak_kill.py", "--trials", "6")
+    # what the errors say counts here; the usual bar, 5 s, is for a machine with nothing else to do
+    report = _run("soak_kill.py", "--trials", "6", "--limit", "60")
     assert report["good"] == report["trials_run"] == 6
 
 
-@pytest.mark.slow
-@pytest.mark.limit(300)
 def test_engines_started_together_share_nothing_and_answer_alike() -> None:
     assert _run("soak_engines.py", "--engines", "3")["good"]
 
@@ -29,7 +28,7 @@ def test_engines_started_together_share_nothing_and_answer_alike() -> None:
 def _run(script: str, *flags: str) -> dict[str, Any]:
     """Run a script; return its last line, which is JSON."""
     result = subprocess.run(
-        [sys.executable, str(SCRIPTS / script), *flags], capture_output=True, text=True, timeout=390
+        [sys.executable, str(SCRIPTS / script), *flags], capture_output=True, text=True, timeout=880
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
     report: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])

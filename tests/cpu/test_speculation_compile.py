@@ -20,9 +20,8 @@ NUM_COMPILED = {
 
 
 @pytest.mark.slow
-@pytest.mark.limit(120)
 def test_every_kernel_of_speculation_compiles_without_spilling(tmp_path: Path) -> None:
-    printed = run_compiling("compile_speculation.py", cache=tmp_path, timeout_s=100)
+    printed = run_compiling("compile_speculation.py", cache=tmp_path, timeout_s=280)
     lines = [json.loads(line) for line in printed.splitlines()]
     assert Counter(line["name"] for line in lines) == NUM_COMPILED
     for line in lines:

@@ -11,7 +11,7 @@ import pytest
 from steady_generate_meter import FEW, MANY
 
 METER = Path(__file__).with_name("steady_generate_meter.py")
-TIMEOUT_S = 100.0
+TIMEOUT_S = 280.0
 
 Counts = dict[int, list[int]]  # number of prompts -> bytecodes of the steady steps
 

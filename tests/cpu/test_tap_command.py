@@ -88,7 +88,7 @@ def test_jsonl_lines_and_file_say_the_same(tmp_path: Path) -> None:
         input=asked,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stderr

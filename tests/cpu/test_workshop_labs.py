@@ -17,7 +17,7 @@ LABS = [page for page in english_pages() if page.name[0].isdigit()]
 FEWEST_COMMANDS = 8  # so that a page whose blocks are not found cannot pass
 
 
-@pytest.mark.limit(400)  # 10 to 30 s each on two quiet cores
+@pytest.mark.limit(600)  # 5 to 30 s each on two quiet cores
 @pytest.mark.parametrize("page", LABS, ids=[page.stem for page in LABS])
 def test_a_lab_shows_what_its_page_says(page: Path, tmp_path: Path) -> None:
     with lab_shell(tmp_path) as shell:
@@ -61,11 +61,10 @@ def test_code_of_a_page_goes_to_the_end_of_its_file(tmp_path: Path) -> None:
 
 def test_a_command_that_hangs_is_ended_with_all_it_has_started(tmp_path: Path) -> None:
     """That no `sleep` is left is seen to by conftest.py, after every test."""
-    page = "```console\n$ echo begun; sleep 60 & sleep 60\nbegun\n```\n"
-    begin = time.monotonic()
-    with (
-        lab_shell(tmp_path) as shell,
-        pytest.raises(TimeoutError, match=r"not done within 0\.5 s; seen:\nbegun"),
-    ):
-        work_through(page, shell, timeout_s=0.5)
-    assert time.monotonic() - begin < 10
+    page = "```console\n$ echo begun; sleep 600 & sleep 600\nbegun\n```\n"
+    with lab_shell(tmp_path) as shell:
+        shell.run("true")  # bash is there, so an `echo` takes no time
+        begin = time.monotonic()
+        with pytest.raises(TimeoutError, match=r"not done within 5 s; seen:\nbegun"):
+            work_through(page, shell, timeout_s=5)
+    assert time.monotonic() - begin < 100

@@ -10,7 +10,7 @@ from typing import Any
 from nanorunner.workers.messages import RunnerConfig
 
 WITH_REPLY = frozenset({"echo", "pid", "close", "count", "fail_at", "burn", "load_slowly"})
-METHODS = WITH_REPLY | {"step", "sleep"}
+METHODS = WITH_REPLY | {"step", "sleep", "stay"}
 
 
 class DummyRunner:
@@ -45,15 +45,26 @@ class DummyRunner:
 
     def sleep(self, seconds: float, only_rank: int | None = None) -> None:
         if only_rank in (None, self.rank):
+            sign("sleep", self.rank)
             time.sleep(seconds)
+
+    def stay(self) -> None:
+        """Be in this call on rank 0 while the file that DUMMY_STAY names exists."""
+        if self.rank == 0:
+            sign("stay", self.rank)
+            _wait_while_there(os.environ["DUMMY_STAY"])
 
     def burn(self, only_rank: int) -> None:
         """Compute for ever on one rank; the others wait for its reply."""
+        if self.rank == only_rank:
+            sign("burn", self.rank)
         while self.rank == only_rank:
             pass
 
     def load_slowly(self, seconds: float) -> None:
         """Be busy in Python on rank 0, as while loading weights; the others wait."""
+        if self.rank == 0:
+            sign("load_slowly", self.rank)
         end = time.monotonic() + seconds
         while self.rank == 0 and time.monotonic() < end:
             time.sleep(0.01)
@@ -68,10 +79,25 @@ class DummyRunner:
 
 def make_runner(config: RunnerConfig, rank: int, group: None) -> DummyRunner:
     """Wait while the file that DUMMY_HOLD names exists (the load phase), then return the runner."""
+    sign("load", rank)
     hold = os.environ.get("DUMMY_HOLD", "")
     if rank > 0 and hold:
-        while os.path.exists(hold):
-            time.sleep(0.01)
+        _wait_while_there(hold)
     if os.environ.get("DUMMY_FAIL_AT_LOAD") == str(rank):
-        raise MemoryError("the dummy has no memory")
+        raise MemoryError(f"the dummy has no memory at {time.monotonic()}")
     return DummyRunner(rank)
+
+
+def sign(what: str, rank: int) -> None:
+    """Say where a rank is, by a file WHAT-RANK in DUMMY_SIGNS's folder; its process is in there."""
+    folder = os.environ.get("DUMMY_SIGNS", "")
+    if folder:
+        path = os.path.join(folder, f"{what}-{rank}")
+        with open(f"{path}.new", "w") as file:
+            file.write(str(os.getpid()))
+        os.replace(f"{path}.new", path)  # so that whoever sees it can read it
+
+
+def _wait_while_there(path: str) -> None:
+    while os.path.exists(path):
+        time.sleep(0.01)

@@ -22,8 +22,8 @@ def say(what: str, **more: object) -> None:
 
 phase = sys.argv[1]
 say("starting")
-if phase in ("spawn", "load"):  # say so while the processes start, not after
-    threading.Timer(0.03 if phase == "spawn" else 0.5, say, [phase]).start()
+if phase == "spawn":  # say so while the processes start, not after
+    threading.Timer(0.03, say, [phase]).start()
 ranks = rank_harness.start_ranks(3)
 say("ready", pids=ranks.call_all("pid"))
 try:
@@ -32,13 +32,11 @@ try:
         ranks.call_all("echo", 1)
     while phase == "burn":
         ranks.call_all("burn", 1)
-    while phase == "interrupt":
+    if phase == "interrupt":
         try:
-            ranks.call("sleep", 0.3)
-            ranks.call_all("echo", 1)
+            ranks.call("stay")
         except KeyboardInterrupt:
             say("interrupted", echo=ranks.call_all("echo", 2))
-            break
     while phase == "idle":
         time.sleep(1)
 finally:

@@ -1,6 +1,9 @@
 """A measuring program for tests of `bench sweep`: quick, or wrong in one of the ways a real one is.
 
 python sweep_stub.py --value 3 [--mode fail | hang | silent | nan | empty] [--pids DIR] --out FILE
+
+In DIR it leaves an empty file for itself and each child, named by the process; with --hang-as 2 the
+second process to do so hangs, whatever its mode.
 """
 
 from __future__ import annotations
@@ -45,17 +48,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--value", type=float, default=1.0)
     parser.add_argument("--mode", default="good")
-    parser.add_argument("--sleep", type=float, default=0.0)
     parser.add_argument("--pids", type=Path)
+    parser.add_argument("--hang-as", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args()
     pids = [os.getpid()]
     if args.mode == "hang":
-        pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]).pid)
+        pids.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]).pid)
     if args.pids is not None:
         for pid in pids:
             (args.pids / str(pid)).touch()
-    time.sleep(60 if args.mode == "hang" else args.sleep)
+    is_its_turn = args.hang_as > 0 and len(list(args.pids.iterdir())) == args.hang_as
+    time.sleep(600 if args.mode == "hang" or is_its_turn else 0)
     if args.mode == "fail":
         print("a first line\nValueError: planted", file=sys.stderr)
         sys.exit(3)

@@ -23,6 +23,7 @@ from nanorunner.workers.channel import (
 )
 
 METHODS = frozenset({"step", "echo"})
+PATIENCE_S = 100.0  # of a wait for another thread, which a busy machine may stop for seconds
 RING_START = HEADER_BYTES
 
 
@@ -109,7 +110,7 @@ def test_waiting_for_room_ends_when_the_check_raises(wire: Wire) -> None:
             raise InterruptedError("rank 1 died")
 
     with pytest.raises(InterruptedError):
-        wire.writer.write_shm("step", bytes(200000), timeout_s=20.0, check=check)
+        wire.writer.write_shm("step", bytes(200000), timeout_s=PATIENCE_S, check=check)
 
 
 @pytest.mark.parametrize("method", ["exit", "", "__class__"])
@@ -135,10 +136,14 @@ def test_arguments_that_cannot_be_pickled_leave_the_wire_as_it_was(wire: Wire) -
 def test_a_call_larger_than_the_ring_arrives_whole(wire: Wire, num_bytes: int) -> None:
     data = random.Random(1).randbytes(num_bytes)
     received: list[object] = []
-    thread = threading.Thread(target=lambda: received.append(wire.readers[0].read_shm().args[0]))
+
+    def read() -> None:
+        received.append(wire.readers[0].read_shm(PATIENCE_S).args[0])
+
+    thread = threading.Thread(target=read)
     thread.start()
-    wire.writer.write_shm("step", data)
-    thread.join(20)
+    wire.writer.write_shm("step", data, timeout_s=PATIENCE_S)
+    thread.join(PATIENCE_S)
     assert received == [data]
 
 
@@ -154,7 +159,7 @@ def test_a_reader_waits_for_the_next_frame_no_longer_than_told(wire: Wire) -> No
     assert not wire.readers[0].wait(0.05)
     with pytest.raises(ChannelError, match=r"rank 1: no frame after 0 in 0\.05 s"):
         wire.readers[0].read_shm(timeout_s=0.05)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < 10.0, "it has not heeded the time that it was told"
 
 
 def test_a_frame_with_a_wrong_number_is_refused(wire: Wire) -> None:

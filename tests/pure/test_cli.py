@@ -99,7 +99,7 @@ def test_without_torch_the_command_line_still_speaks(
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert result.returncode == code, result.stderr
     assert expected in result.stdout + result.stderr
@@ -131,7 +131,7 @@ def test_an_empty_pipe_starts_no_engine() -> None:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert (result.returncode, result.stdout) == (0, "")
     assert "stdin is empty" in result.stderr

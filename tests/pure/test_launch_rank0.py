@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,11 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rank_harness import state, tagged_pids, wait_until, with_tag
+from rank_harness import TIMEOUT_S, rank_pids, state, tagged_pids, wait_until, with_tag
 
 PROGRAM = Path(__file__).with_name("rank0_program.py")
-LEAVE_S = 2.0  # how long ranks may outlive rank 0
+# How long ranks may outlive rank 0: the kernel ends them with it, but for one that has still to ask
+# it for that. To find them all takes a busy machine seconds; no timeout of a rank is as short.
+LEAVE_S = 20.0
 PHASES = ["spawn", "load", "step", "burn", "idle"]
+SIGNS = {  # of dummy_runner.py: which files are there once the program is in a phase
+    "load": ["load-1", "load-2"],
+    "step": ["sleep-0"],
+    "burn": ["burn-1"],
+    "interrupt": ["stay-0"],
+}
 
 
 class Program:
@@ -26,12 +35,15 @@ class Program:
 
     def __init__(self, phase: str, folder: Path) -> None:
         self.tag = uuid.uuid4().hex
-        hold = folder / "hold"
-        if phase == "load":
-            hold.touch()
+        self.signs, hold, self.stay = folder / "signs", folder / "hold", folder / "stay"
+        self.signs.mkdir()
+        self.stay.touch()
+        if phase in ("spawn", "load"):
+            hold.touch()  # or the start would be over before a slow test has seen it
+        files = {"SIGNS": self.signs, "HOLD": hold, "STAY": self.stay}
         self.process = subprocess.Popen(
             [sys.executable, str(PROGRAM), phase],
-            env=with_tag(self.tag, DUMMY_HOLD=str(hold)),
+            env=with_tag(self.tag, **{f"DUMMY_{name}": str(path) for name, path in files.items()}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -46,17 +58,17 @@ class Program:
             said: dict[str, Any] = json.loads(line)
             if said["what"] == what:
                 return said
-        _, errors = self.process.communicate(timeout=20)
+        _, errors = self.process.communicate(timeout=TIMEOUT_S)
         raise AssertionError(f"the program ended before {what!r}: {errors}")
 
     def reach(self, phase: str) -> None:
         """Wait until the program is in the phase that it was started for."""
-        self.wait_for(phase if phase in ("spawn", "load") else "ready")
-        time.sleep(0.1)
+        self.wait_for({"spawn": "spawn", "load": "starting"}.get(phase, "ready"))
+        wait_until(lambda: all((self.signs / name).exists() for name in SIGNS.get(phase, [])))
 
-    def end(self) -> tuple[str, str]:
-        """Wait for the end; return what is left of stdout, and stderr."""
-        return self.process.communicate(timeout=20)
+    def end(self) -> str:
+        """Wait for the end; return stderr (lines of stdout may lie in wait_for()'s buffer)."""
+        return self.process.communicate(timeout=TIMEOUT_S)[1]
 
 
 @pytest.fixture
@@ -70,13 +82,14 @@ def start(tmp_path: Path) -> Iterator[Any]:
     yield start_program
     for program in programs:
         for pid in tagged_pids(program.tag):
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it went with the one before it
+                os.kill(pid, signal.SIGKILL)
         program.process.kill()
-        program.process.communicate(timeout=20)
+        program.process.communicate(timeout=TIMEOUT_S)
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_ranks_leave_within_two_seconds_of_the_death_of_rank_0(start: Any, phase: str) -> None:
+def test_ranks_leave_by_themselves_when_rank_0_is_killed(start: Any, phase: str) -> None:
     program = start(phase)
     program.reach(phase)
     os.kill(program.pid, signal.SIGKILL)
@@ -90,17 +103,22 @@ def test_killing_the_whole_group_leaves_no_name_in_shared_memory(start: Any, pha
     program.reach(phase)
     os.killpg(program.pid, signal.SIGKILL)
     wait_until(lambda: not tagged_pids(program.tag), LEAVE_S)
-    new = set(os.listdir("/dev/shm")) - before
-    assert not {name for name in new if "nanorunner" in name or name.startswith("sem.")}
+
+    def left() -> list[str]:
+        new = set(os.listdir("/dev/shm")) - before
+        return [name for name in new if "nanorunner" in name or name.startswith("sem.")]
+
+    # another program's engine has its name for some milliseconds; what this one has left stays
+    wait_until(lambda: not left(), LEAVE_S)
 
 
 @pytest.mark.parametrize("phase", ["load", "burn"])
 def test_a_killed_rank_ends_the_program_with_an_error_that_names_it(start: Any, phase: str) -> None:
     program = start(phase)
     program.reach(phase)
-    victim = max(tagged_pids(program.tag) - {program.pid})
+    victim = max(rank_pids(program.tag))
     os.kill(victim, signal.SIGKILL)
-    _, errors = program.end()
+    errors = program.end()
     assert f"(pid {victim}) was killed by SIGKILL" in errors
     assert not tagged_pids(program.tag)
 
@@ -109,9 +127,10 @@ def test_ctrl_c_waits_for_the_end_of_the_call_and_the_ranks_stay_in_step(start: 
     program = start("interrupt")
     program.reach("interrupt")
     os.killpg(program.pid, signal.SIGINT)
+    program.stay.unlink()  # only now does the call end, so Ctrl-C came inside it
     assert program.wait_for("interrupted")["echo"] == [[0, 2], [1, 2], [2, 2]]
-    output, errors = program.end()
-    assert json.loads(output)["what"] == "end"
+    program.wait_for("end")
+    errors = program.end()
     assert errors == "", "a clean end says nothing"
     assert program.process.returncode == 0
 
@@ -123,7 +142,7 @@ def test_ctrl_c_during_the_start_ends_every_rank_without_their_tracebacks(
     program = start(phase)
     program.reach(phase)
     os.killpg(program.pid, signal.SIGINT)
-    _, errors = program.end()
+    errors = program.end()
     assert errors.count("Traceback") == 1, "rank 0's own KeyboardInterrupt alone"
     assert errors.rstrip().endswith("KeyboardInterrupt")
     assert not tagged_pids(program.tag)
@@ -136,9 +155,10 @@ def test_a_whole_job_stopped_by_ctrl_z_goes_on(start: Any) -> None:
     time.sleep(2.0)
     os.killpg(program.pid, signal.SIGCONT)
     time.sleep(1.5)
-    assert len(tagged_pids(program.tag)) == 4  # three ranks and Python's resource tracker
+    assert program.process.poll() is None
+    assert len(rank_pids(program.tag)) == 2
     os.killpg(program.pid, signal.SIGINT)
-    _, errors = program.end()
+    errors = program.end()
     assert "RankDied" not in errors
     assert "is stopped" not in errors
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from nanorunner.model_source import resolve_model
 from nanorunner.presets import load_preset, preset_names
 
 REPOSITORY = Path(__file__).parents[2]
-CHILD_TIMEOUT_S = 60.0
+CHILD_TIMEOUT_S = 200.0
 COMMIT = "0123456789012345678901234567890123456789"
 
 
@@ -214,6 +215,8 @@ def resolve_in_child(
     )
     environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **more}
+    for what in ("ETAG", "DOWNLOAD"):  # the hub is a thread of ours, which may get no core
+        environment[f"HF_HUB_{what}_TIMEOUT"] = str(int(CHILD_TIMEOUT_S))
     child = subprocess.run(
         [sys.executable, "-c", code, model, load_format],
         cwd=REPOSITORY,
@@ -258,7 +261,9 @@ def test_the_hubs_refusals_are_named(hub: str, tmp_path: Path) -> None:
 
 
 def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:
-    nowhere = "http://127.0.0.1:9"  # the discard port: the connection is refused at once
-    assert "cannot be reached" in resolve_in_child("acme/tiny", nowhere, tmp_path)["error"]
-    offline = resolve_in_child("acme/tiny", nowhere, tmp_path, HF_HUB_OFFLINE="1")
+    with socket.socket() as unheard:  # bound, so that nobody else is there, but it does not listen
+        unheard.bind(("127.0.0.1", 0))
+        nowhere = f"http://127.0.0.1:{unheard.getsockname()[1]}"
+        assert "cannot be reached" in resolve_in_child("acme/tiny", nowhere, tmp_path)["error"]
+        offline = resolve_in_child("acme/tiny", nowhere, tmp_path, HF_HUB_OFFLINE="1")
     assert "unset HF_HUB_OFFLINE" in offline["error"]

@@ -99,7 +99,7 @@ def key(version: str) -> tuple[int, ...]:
     return tuple(map(int, version.split(".")))
 
 
-@pytest.mark.limit(240)
+@pytest.mark.limit(900)
 def test_the_wheel_holds_nanorunner_alone_and_runs_from_another_folder(tmp_path: Path) -> None:
     # a copy: a build leaves build/ and *.egg-info beside the sources, and reads old ones
     source = tmp_path / "source"

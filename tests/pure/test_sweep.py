@@ -7,25 +7,26 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import yaml
+from rank_harness import wait_until
 
 from nanorunner.bench.cli import main
 from nanorunner.bench.journal import FILE_NAME, read_rows
+from nanorunner.bench.progress import Progress
 
 ROOT = Path(__file__).parents[2]
 STUB = Path(__file__).parent / "sweep_stub.py"
-LIMIT_S = 30.0
+LIMIT_S = 100.0  # of what takes a second
 
 
 def write_spec(folder: Path, **changes: Any) -> Path:
     path = folder / "spec.yaml"
-    spec = {"program": ["python", str(STUB)], "repeat": 1, "timeout_s": 20, **changes}
+    spec = {"program": ["python", str(STUB)], "repeat": 1, "timeout_s": LIMIT_S, **changes}
     path.write_text(yaml.safe_dump(spec))
     return path
 
@@ -46,26 +47,19 @@ def lives(pid: int) -> bool:
         return False
 
 
-def wait_until(is_true: Any) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not is_true():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.01)
-
-
 def test_killed_and_resumed_it_has_every_row_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pids, out = tmp_path / "pids", tmp_path / "out"
     pids.mkdir()
-    spec = write_spec(tmp_path, base={"sleep": 0.2, "pids": str(pids)}, vary={"value": [1, 2, 3]})
+    spec = write_spec(tmp_path, base={"pids": str(pids), "hang_as": 2}, vary={"value": [1, 2, 3]})
     first = subprocess.Popen(
         [sys.executable, "-m", "nanorunner", "bench", *words(spec, out)],
         cwd=ROOT,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
     )
-    wait_until(lambda: len(rows_of(out)) == 1 and len(list(pids.iterdir())) == 2)
+    wait_until(lambda: len(list(pids.iterdir())) == 2)
     os.kill(first.pid, signal.SIGKILL)  # while the second point runs
     first.wait(LIMIT_S)
     # the kernel ends the point with the sweep: nobody else is left to do it
@@ -124,15 +118,22 @@ def test_a_bad_point_is_a_row_with_its_error(
     assert not any(lives(int(each.name)) for each in pids.iterdir())
 
 
-def test_a_point_that_hangs_is_killed_with_its_whole_group(tmp_path: Path) -> None:
+def test_a_point_that_hangs_is_killed_with_its_whole_group(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pids, out = tmp_path / "pids", tmp_path / "out"
     pids.mkdir()
-    # long enough for a slow machine to start it: it hangs for a minute
-    spec = write_spec(tmp_path, base={"pids": str(pids), "mode": "hang"}, timeout_s=3)
+
+    def tick(progress: Progress) -> None:
+        """Hold the sweep up, before it looks at the clock, until the point has its child."""
+        wait_until(lambda: len(list(pids.iterdir())) == 2)
+
+    monkeypatch.setattr(Progress, "tick", tick)
+    spec = write_spec(tmp_path, base={"pids": str(pids), "mode": "hang"}, timeout_s=1)
     assert main(words(spec, out)) == 1
     (row,) = rows_of(out)
     assert row["status"] == "timeout"
-    assert row["error"][0] == "not done after 3 s: killed"
+    assert row["error"][0] == "not done after 1 s: killed"
     assert row["exit_code"] == -signal.SIGKILL
     assert len(list(pids.iterdir())) == 2  # it had a child
     assert not any(lives(int(each.name)) for each in pids.iterdir())

@@ -36,6 +36,7 @@ from nanorunner.workers.channel import (
 from nanorunner.workers.messages import METHODS
 
 ALL = METHODS | {"echo"}
+PATIENCE_S = 100.0  # of a wait for another thread, which a busy machine may stop for seconds
 SAME_BATCH = (7, b"", (), (), None, b"")
 
 
@@ -60,7 +61,7 @@ class Wire:
         """Let these ranks read one frame each, all if none is named."""
         for reader in self.readers:
             if not ranks or reader.rank in ranks:
-                reader.read_shm(timeout_s=5.0)
+                reader.read_shm(PATIENCE_S)
 
     def rows(self) -> list[dict[str, Any]]:
         assert self.path is not None
@@ -126,7 +127,7 @@ def test_the_times_are_the_ranks_own_however_late_rank_0_looks(wire: Wire) -> No
     thread.start()
     wire.read(1)
     acked_1_by = time.perf_counter_ns()
-    thread.join(5.0)
+    thread.join(PATIENCE_S)
     acked_2_by = time.perf_counter_ns()
     time.sleep(0.2)
     look(wire)
@@ -193,14 +194,14 @@ def test_a_time_of_another_clock_is_reported_and_not_shown(
 def test_each_frame_of_a_large_call_has_its_line(wire: Wire) -> None:
     data = os.urandom(3 * FRAGMENT_BYTES)
     threads = [
-        threading.Thread(target=reader.read_shm, args=(5.0,), daemon=True)
+        threading.Thread(target=reader.read_shm, args=(PATIENCE_S,), daemon=True)
         for reader in wire.readers
     ]
     for thread in threads:
         thread.start()
-    last = wire.writer.write_shm("echo", data)
+    last = wire.writer.write_shm("echo", data, timeout_s=PATIENCE_S)
     for thread in threads:
-        thread.join(5.0)
+        thread.join(PATIENCE_S)
     wire.writer.write_shm("profile")
     wire.read()
     assert look(wire) == list(range(1, last + 2))

@@ -266,8 +266,9 @@ class Ranks:
         )
         with self.guard("start", self.config.start_timeout_s):
             for rank in range(1, self.config.tp):
-                started = spawn(rank, self.config.tp, segment.fd)
-                watcher.add(started)
+                with self.defer_interrupt:  # Ctrl-C in here would leave a process unwatched
+                    started = spawn(rank, self.config.tp, segment.fd)
+                    watcher.add(started)
                 pipes.send(started.pipe, Message(0, "start", start))
             segment.close_descriptor()
             self._build_own_runner(runner, with_group, port)

@@ -48,8 +48,8 @@ class TapFile:
                 try:
                     data = data[os.write(self._fd, data) :]
                 except BlockingIOError:  # a pipe is full
-                    left_s = deadline - time.monotonic()
-                    if left_s <= 0 or not select.select([], [self._fd], [], left_s)[1]:
+                    left_s = max(0.0, deadline - time.monotonic())  # 0: it is looked at once more
+                    if not select.select([], [self._fd], [], left_s)[1]:
                         raise TimeoutError(f"read by nobody for {READER_WAIT_S:g} s") from None
         except OSError as error:  # the reader has left, or the disk is full
             self.close()

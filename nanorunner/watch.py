@@ -252,7 +252,7 @@ class Watcher:
     def _look_at_clock(self) -> None:
         """Fail when the call that rank 0 is in has taken longer than it may."""
         call = self._call
-        if call is None:
+        if call is None or not self.ranks:  # the first one's process is still being made
             return
         call.seconds = call.clock.elapsed_s()
         if call.seconds <= call.timeout_s:

@@ -69,7 +69,8 @@ def run_fresh(
         while process.poll() is None and not timed_out:
             tick()
             time.sleep(POLL_S)
-            timed_out = time.monotonic() - start > timeout_s
+            # it may have ended in time, and we are the ones who were late to see it
+            timed_out = time.monotonic() - start > timeout_s and process.poll() is None
     finally:
         # one that ended by itself may have helpers that are just about to follow it
         end_group(process, grace_s=0.0 if process.poll() is None else GRACE_S)

@@ -17,7 +17,7 @@ from nanorunner.workshop.fault_report import FaultReport
 from nanorunner.workshop.leftovers import marked_pids
 
 TP = 2
-WAIT_S = 30.0  # for the kill; then it ends by itself
+WAIT_S = 120.0  # for the kill; then it ends by itself
 
 
 def main() -> None:

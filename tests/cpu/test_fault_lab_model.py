@@ -36,8 +36,8 @@ def test_a_rank_that_is_late_is_killed_inside_the_all_reduce_all_the_same() -> N
     report = FaultReport("late", say=lambda text: None)
     with Lab(report) as lab:
         opened = lab.start_model(2)
+        begin = time.monotonic()  # before the call: its answer sent, the next sleep begins
         opened.ranks.call_all("sabotage", VICTIM, "slow", LATE_S)
-        begin = time.monotonic()
         fault_model.kill_busy(lab)
         seconds = time.monotonic() - begin
     assert not report.wrong

@@ -132,17 +132,17 @@ def test_a_step_is_made_up_of_its_parts(run: Run) -> None:
     mean_us = sum(part["mean_us"] for part in steps["parts"].values())
     assert mean_us == pytest.approx(steps["step_us"]["mean"])
     # LLM.generate and the engine's own books are little beside a step
-    assert min(_unnamed_shares(run.spans[0].table())) < 0.25
+    assert min(_unnamed_shares(run.spans[0].table())) < 0.05
     assert steps["gpu_idle_share"] is None
 
 
 def _unnamed_shares(table: SpanTable) -> list[float]:
-    """Return which share of the time between two updates' ends lies in no span.
+    """Return which share of the time between two updates' ends lies in no lap.
 
-    Other programs may take the core in there, so a single large one tells nothing. What no span
+    Other programs may take the core in there, so a single large one tells nothing. What no lap
     covers is large in all.
     """
-    spans = sorted(zip(table.begin.tolist(), table.end.tolist(), strict=True))
+    spans = sorted(row[2:4] for row in rows(table) if row[0] not in (SEND, RECEIVE, ACK, RUN))
     ends = sorted(row[3] for row in rows(table, UPDATE))
     shares = []
     for first, last in pairwise(ends):

@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rank_harness import DETECTION_S, make_config, ranks_of, start_ranks, state, wait_until
 
+from nanorunner import launch
 from nanorunner.errors import RankDied
 from nanorunner.launch import Ranks
+from nanorunner.rank_process import RankProcess, spawn
 
 CLOSE_S = 50.0  # nobody has waited for a rank that sleeps for 600; mostly it takes 5
 SMALL_CALLS = 3
@@ -188,6 +191,36 @@ def test_a_rank_that_does_not_get_ready_is_named(
     monkeypatch.setenv("DUMMY_HOLD", hold)
     with pytest.raises(RankDied, match=r"rank 1 .* did not finish in 2 s \(state [SRD]\)"):
         start_ranks(2, start_timeout_s=2.0)
+
+
+def test_a_machine_that_takes_longer_than_the_limit_for_a_process_is_told_which_rank_is_late(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "hold").touch()
+    monkeypatch.setenv("DUMMY_HOLD", str(tmp_path / "hold"))
+
+    def spawn_late(*arguments: Any) -> RankProcess:
+        time.sleep(1.0)
+        return spawn(*arguments)
+
+    monkeypatch.setattr(launch, "spawn", spawn_late)
+    with pytest.raises(RankDied, match=r"rank 1 .* did not finish in 0\.3 s"):
+        start_ranks(2, start_timeout_s=0.3)
+
+
+def test_ctrl_c_while_a_process_is_started_leaves_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    pids: list[int] = []
+
+    def spawn_interrupted(*arguments: Any) -> RankProcess:
+        started = spawn(*arguments)
+        pids.append(started.process.pid)
+        signal.raise_signal(signal.SIGINT)
+        return started
+
+    monkeypatch.setattr(launch, "spawn", spawn_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start_ranks(3)
+    assert [state(pid) for pid in pids] == [""], "it was watched, so that it could be ended"
 
 
 def test_a_second_engine_works_after_the_first_has_failed() -> None:

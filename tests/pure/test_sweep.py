@@ -16,6 +16,7 @@ import yaml
 from rank_harness import wait_until
 
 from nanorunner.bench.cli import main
+from nanorunner.bench.fresh_process import run_fresh
 from nanorunner.bench.journal import FILE_NAME, read_rows
 from nanorunner.bench.progress import Progress
 
@@ -137,6 +138,23 @@ def test_a_point_that_hangs_is_killed_with_its_whole_group(
     assert row["exit_code"] == -signal.SIGKILL
     assert len(list(pids.iterdir())) == 2  # it had a child
     assert not any(lives(int(each.name)) for each in pids.iterdir())
+
+
+def test_a_point_that_has_ended_in_time_is_not_late_because_the_sweep_is(tmp_path: Path) -> None:
+    before = psutil.Process().children()
+
+    def tick() -> None:
+        """Hold the sweep up until the point has ended; by then its time is over."""
+        wait_until(
+            lambda: any(
+                child.status() == psutil.STATUS_ZOMBIE
+                for child in psutil.Process().children()
+                if child not in before
+            )
+        )
+
+    outcome = run_fresh(["python", "-c", "pass"], tmp_path / "log", 0.0, tick)
+    assert (outcome.exit_code, outcome.timed_out) == (0, False)
 
 
 def test_rows_of_another_machine_are_named_and_measured_anew(

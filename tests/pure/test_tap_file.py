@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -92,6 +93,37 @@ def test_a_slow_reader_of_a_pipe_gets_every_line(
     thread.join(PATIENCE_S)
     os.close(reader)
     assert [json.loads(line)["frame"] for line in found.splitlines()] == list(range(300))
+
+
+def test_who_reads_while_the_engine_stands_still_is_not_taken_for_nobody(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    file = TapFile(str(path))
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(file._fd, bytes(4096))
+    looks = 0
+
+    def monotonic() -> float:
+        """Have the second look at the clock come late, and after the reader has read."""
+        nonlocal looks
+        looks += 1
+        if looks == 2:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    os.read(reader, 4096)
+        return looks * 2 * tap_file.READER_WAIT_S
+
+    monkeypatch.setattr(time, "monotonic", monotonic)
+    file.write(row(1))
+    monkeypatch.undo()
+    file.close()
+    assert json.loads(os.read(reader, 8192)) == row(1)
+    os.close(reader)
+    assert caplog.records == []
 
 
 def test_a_reader_that_leaves_is_reported_once_and_nothing_fails(

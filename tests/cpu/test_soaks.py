@@ -22,7 +22,7 @@ def test_every_phase_and_every_victim_of_a_kill() -> None:
 
 
 def test_engines_started_together_share_nothing_and_answer_alike() -> None:
-    assert _run("soak_engines.py", "--engines", "3")["good"]
+    assert _run("soak_engines.py", "--engines", "2")["good"]
 
 
 def _run(script: str, *flags: str) -> dict[str, Any]:

@@ -31,10 +31,9 @@ def open_trace(config: Config) -> Trace:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass  # refused now rather than after a long run
-        for path in folder.glob(file_name("*")):
-            path.unlink()  # of a run with more ranks some would stay behind
-        for name in (TRACE_NAME, PAGE_NAME):
-            (folder / name).unlink(missing_ok=True)  # drawn from those, and taken for this run's
+        # of a run with more ranks some files would stay behind, and pictures of an earlier one
+        for path in (*folder.glob(file_name("*")), folder / TRACE_NAME, folder / PAGE_NAME):
+            path.unlink(missing_ok=True)
     except OSError as error:
         raise ValueError(
             f"trace {config.trace}: {os.strerror(error.errno or 0)}; name a folder that can be "

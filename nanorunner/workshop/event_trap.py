@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import signal
 from multiprocessing.synchronize import Event
 
@@ -28,7 +29,7 @@ def main() -> None:
     assert waiter.pid is not None, "it was started"
     pid = waiter.pid
     os.close(waiters)  # the waiter's copy alone is left, and ends with it
-    os.read(ours, len(ABOUT_TO_WAIT))
+    assert select.select([ours], [], [], PATIENCE_S)[0], "the waiter does not start"
     wait_until(lambda: process_state(pid) == "S", PATIENCE_S, "the waiter to sleep")
     os.kill(pid, signal.SIGKILL)
     waiter.join(PATIENCE_S)

@@ -246,7 +246,7 @@ def test_more_groups_than_a_tile_all_move(
         assert ring[start : start + new] == [7] * (new - 1) + [9]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_without_groups_and_limits_in_reach_it_is_advance_state(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.integers(0, ROWS - 1), unique=True, max_size=4))
@@ -283,7 +283,7 @@ def test_without_groups_and_limits_in_reach_it_is_advance_state(data: st.DataObj
         ]
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.data())
 def test_any_verify_step_equals_the_model(data: st.DataObject) -> None:
     """Ids and drafts of two values, so that some match; limits near; places in any order."""

@@ -140,7 +140,7 @@ def test_a_steady_decode_has_computed_all_but_its_newest_token(advance: Advance)
     assert bool((state.token_ids[0] == POISON).all())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_batch_equals_the_model(data: st.DataObject) -> None:
     """Chunks, finished prompts, decodes and nobodies; logits rows in any order."""

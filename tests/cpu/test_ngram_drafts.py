@@ -122,7 +122,7 @@ def test_who_gets_drafts(propose: Propose) -> None:
     check_same(state, expected)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.data())
 def test_any_text_equals_the_search(data: st.DataObject) -> None:
     """Few values, so that suffixes of every length occur; tiles of 4, so that searches cross."""

@@ -183,7 +183,7 @@ def test_the_same_buffers_serve_batches_of_any_size(prepare: Prepare) -> None:
     assert [tensor.data_ptr() for tensor in out] == addresses
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_decode_equals_the_model(data: st.DataObject) -> None:
     rows = data.draw(st.lists(st.sampled_from([-1, *range(ROWS)]), max_size=5))
@@ -199,7 +199,7 @@ def test_any_decode_equals_the_model(data: st.DataObject) -> None:
         check_inputs(out, [(requests.get(row), 1) for row in rows], BLOCK_SIZE)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.data())
 def test_any_mixed_batch_equals_the_model(data: st.DataObject) -> None:
     """Chunks, decodes, nobodies and empty requests, with padding behind."""

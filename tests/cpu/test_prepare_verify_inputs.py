@@ -197,7 +197,7 @@ def test_the_last_place_of_a_full_row_reads_nothing_behind_the_tables(prepare: P
     check_places(out, places, requests, {}, limits)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.data())
 def test_any_batch_with_offsets_equals_the_model(data: st.DataObject) -> None:
     query_len = data.draw(st.integers(1, 4))

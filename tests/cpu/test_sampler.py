@@ -243,7 +243,7 @@ def test_the_mask_does_not_depend_on_how_many_rows_are_sorted_at_once(
     assert torch.equal(mask_top_k_top_p(logits, *arguments), whole)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     size=st.integers(1, 300),

@@ -90,7 +90,6 @@ def test_tables_of_all_types_share_one_launch(launches: list[int]) -> None:
 
 @settings(
     max_examples=40,
-    deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(st.data())

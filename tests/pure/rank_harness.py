@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +13,7 @@ import psutil
 from nanorunner.launch import Ranks
 from nanorunner.workers.messages import RunnerConfig
 from nanorunner.workers.model_config import ModelConfig
+from nanorunner.workshop import leftovers
 
 TAG = "NANORUNNER_TEST_TAG"  # in the environment of rank 0, and so of every rank it starts
 TIMEOUT_S = 100.0  # of each call and start, unless a test says otherwise
@@ -102,17 +102,8 @@ def state(pid: int) -> str:
 
 
 def wait_until(is_true: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> float:
-    """Wait until is_true(), which is looked at when time is up too; return after how long it was.
-
-    Without that last look a test fails because it stood still itself.
-    """
-    start = time.monotonic()
-    is_late = False
-    while not is_true():
-        assert not is_late, f"nothing happened for {timeout_s:g} s"
-        time.sleep(0.005)
-        is_late = time.monotonic() - start > timeout_s
-    return time.monotonic() - start
+    """Wait until is_true(), with the limits of tests; return after how many seconds it was."""
+    return leftovers.wait_until(is_true, timeout_s, "what a test waits for")
 
 
 def with_tag(tag: str, **variables: str) -> dict[str, str]:

@@ -94,7 +94,7 @@ def test_a_withdrawn_block_cannot_be_hit_used_or_free() -> None:
     st.integers(1, 8),
     st.lists(st.tuples(st.sampled_from(["take", "share", "release"]), st.integers(0, 7))),
 )
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 def test_free_and_used_always_add_up(num_blocks: int, script: list[tuple[str, int]]) -> None:
     blocks, tables = BlockManager(num_blocks), []
     for number, (action, value) in enumerate(script):

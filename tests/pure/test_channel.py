@@ -188,7 +188,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(ring_bytes=st.integers(4096, 6000), actions=st.lists(ACTIONS, max_size=200))
 def test_any_sizes_and_any_lag_of_any_reader_lose_nothing(
     ring_bytes: int, actions: list[tuple[int, int]]

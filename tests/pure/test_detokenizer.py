@@ -74,7 +74,7 @@ def test_an_unfinished_character_is_held() -> None:
 
 
 @given(st.text(), st.integers(1, 7))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_joined_chunks_are_the_one_shot_decode(text: str, size: int) -> None:
     ids = BYTES.encode(text)
     detokenizer = Detokenizer(BYTES)
@@ -85,13 +85,13 @@ def test_joined_chunks_are_the_one_shot_decode(text: str, size: int) -> None:
 
 
 @given(st.lists(st.integers(0, 255)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_bytes_that_are_no_text_also_join_to_the_one_shot_decode(ids: list[int]) -> None:
     assert "".join(chunks_of(Detokenizer(BYTES), ids)) == BYTES.decode(ids)
 
 
 @given(st.lists(st.integers(0, 8), max_size=5 * WINDOW_TOKENS))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_a_decoder_that_drops_the_first_space_keeps_all_others(ids: list[int]) -> None:
     # Id 8 is the special token, whose text is left out.
     assert "".join(chunks_of(Detokenizer(WORDS), ids)) == WORDS.decode(ids)
@@ -154,7 +154,7 @@ def test_no_part_of_a_stop_string_is_ever_shown() -> None:
 
 
 @given(st.text("ab", max_size=12), st.lists(st.text("ab", min_size=1, max_size=4), max_size=3))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_the_same_text_ends_at_the_same_place_however_it_is_cut(text: str, stop: list[str]) -> None:
     ids = BYTES.encode(text)
     singly, at_once = Detokenizer(BYTES, stop=stop), Detokenizer(BYTES, stop=stop)

@@ -69,7 +69,7 @@ def test_a_batch_is_checked_at_once() -> None:
         rows.check_all(batch, generations)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=40))
 def test_no_two_requests_share_a_row_and_none_moves(actions: list[tuple[bool, int]]) -> None:
     rows, model = RequestRows(5), dict[int, int]()

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from fake_runner import VOCAB, FakeRunner, run_alone
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from scheduler_scripts import play, prompts, scripts_of
 
 from nanorunner.engine import Engine
@@ -160,9 +160,7 @@ params = st.builds(
 
 
 @given(rig=rigs(), script=scripts_of(params))
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=300, derandomize=True)
 def test_every_request_gets_the_ids_it_would_get_alone(rig: Rig, script: list[object]) -> None:
     play(rig, script)
 
@@ -170,9 +168,7 @@ def test_every_request_gets_the_ids_it_would_get_alone(rig: Rig, script: list[ob
 @given(
     rig=rigs(), some=st.lists(st.tuples(prompts, params, st.booleans()), min_size=4, max_size=14)
 )
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=200, derandomize=True)
 def test_requests_added_together_end_as_if_alone(
     rig: Rig, some: list[tuple[list[int], SamplingParams, bool]]
 ) -> None:

@@ -46,7 +46,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
 
 
 @given(heads_and_tp())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_query_head_is_on_one_rank_beside_its_own_kv_head(case: tuple[int, int, int]) -> None:
     num_heads, num_kv_heads, tp = case
     shards = [head_shard(num_heads, num_kv_heads, tp, rank) for rank in range(tp)]
@@ -63,7 +63,7 @@ def test_every_query_head_is_on_one_rank_beside_its_own_kv_head(case: tuple[int,
 
 
 @given(heads_and_tp())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 def test_every_kv_head_has_one_owner_and_every_rank_the_same_shape(
     case: tuple[int, int, int],
 ) -> None:
@@ -85,7 +85,7 @@ def test_every_column_or_id_is_on_one_rank(size: int, tp: int) -> None:
 
 
 @given(models())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_slices_tile_every_checkpoint_tensor_once_at_every_tp(model: ModelConfig) -> None:
     for tp in range(1, model.num_heads + 1):
         assert tiling_errors(model, tp) == []

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
 from fake_runner import VOCAB, run_alone
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from scheduler_scripts import play, prompts, scripts_of
 from speculating_device import SpeculatingDevice
 
@@ -217,9 +217,7 @@ params = st.builds(
 
 
 @given(rig=rigs(), script=scripts_of(params))
-@settings(
-    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=300, derandomize=True)
 def test_every_request_gets_the_ids_it_would_get_alone(rig: Rig, script: list[object]) -> None:
     play(rig, script)
 
@@ -227,9 +225,7 @@ def test_every_request_gets_the_ids_it_would_get_alone(rig: Rig, script: list[ob
 @given(
     rig=rigs(), some=st.lists(st.tuples(prompts, params, st.booleans()), min_size=4, max_size=14)
 )
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=200, derandomize=True)
 def test_requests_added_together_end_as_if_alone(
     rig: Rig, some: list[tuple[list[int], SamplingParams, bool]]
 ) -> None:

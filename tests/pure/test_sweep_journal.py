@@ -26,7 +26,7 @@ def lines(rows: list[dict[str, Any]]) -> bytes:
 
 
 @given(rows=ROWS, cut=st.integers(0, 200), more=ROWS)
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_a_cut_anywhere_loses_one_row_at_most(
     rows: list[dict[str, Any]], cut: int, more: list[dict[str, Any]]
 ) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from nanorunner.bench.environment import changes, driver_version, environment, gpu_names
@@ -36,7 +36,6 @@ def spec(**changes: Any) -> dict[str, Any]:
     repeat=st.integers(1, 3),
     seed=st.integers(0, 5),
 )
-@settings(deadline=None)
 def test_every_point_of_the_product_runs_once_a_repeat(
     vary: dict[str, list[Any]], repeat: int, seed: int
 ) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from scheduler_scripts import prompts
 from test_scheduler_properties import Rig, params, rigs
 
@@ -182,9 +182,7 @@ def test_the_arguments_are_all_there_and_what_is_empty_is_not() -> None:
 @given(
     rig=rigs(), some=st.lists(st.tuples(prompts, params, st.booleans()), min_size=2, max_size=10)
 )
-@settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True
-)
+@settings(max_examples=60, derandomize=True)
 def test_whatever_is_scheduled_the_words_add_up(
     rig: Rig, some: list[tuple[list[int], SamplingParams, bool]]
 ) -> None:

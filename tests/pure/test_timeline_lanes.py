@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from synthetic_trace import write_synthetic
 
@@ -94,7 +94,6 @@ def rows(draw: st.DrawFn) -> list[tuple[int, ...]]:
     return found
 
 
-@settings(deadline=None)
 @given(rows())
 def test_whatever_overlaps_is_cut_until_it_nests(words: list[tuple[int, ...]]) -> None:
     run = make_run(words)

@@ -12,10 +12,17 @@ Python's lock, so threads are enough.
     all is compiled, and loaded onto the device
 
 A rehearsal goes through the very code that will launch, so what it compiles is what is launched.
+
+Compiling happens on all threads, loading on one at a time, and a thread that builds a launcher in C
+(Triton 3.6: one a kernel, 0.1 s each) leaves its turn to load to the others:
+
+    thread 1   compile a | C of a     | load a |  compile c ...
+    thread 2   compile b   | C of b            | load b |
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import time
@@ -64,6 +71,71 @@ def _zeroed(value: Any) -> Any:
     if not is_tensor or value.is_floating_point() or value.dtype == torch.bool:
         return value
     return torch.zeros_like(value)
+
+
+class _Turn:
+    """Whose turn it is to load a kernel: one thread's of the whole process.
+
+    In Triton 3.6 each kernel has a launcher, a C module, and all of them have one name. Where
+    CPython loads a file again (a kernel's next variant), it writes the functions of that file into
+    whichever module has the name by then: another kernel's, from which a second thread may be about
+    to read its launcher. It would launch with the wrong one, and if both take as many arguments,
+    nothing would say so.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: int | None = None  # whose turn it is; written with the lock held
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._thread = threading.get_ident()
+
+    def __exit__(self, *error: object) -> None:
+        self._thread = None
+        self._lock.release()
+
+    @contextmanager
+    def left_to_others(self) -> Iterator[None]:
+        """Inside, this thread's turn is over; it has one again afterwards, if it had one."""
+        if self._thread != threading.get_ident():
+            yield  # not one that loads kernels: a driver's first use builds C as well
+            return
+        self.__exit__()
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+
+# One for all starts, as the modules' names are, and a thread may outlive a start that failed.
+_TURN_TO_LOAD = _Turn()
+
+
+@contextmanager
+def _loading_while_c_compiles() -> Iterator[None]:
+    """Inside, a thread that has its turn to load leaves it to others while C compiles for it.
+
+    Wraps the function in which Triton runs the C compiler, or knobs.build.impl where a user has set
+    it. That hook itself would not do: from it there is no way back to Triton's own compiler. A
+    Triton without the function has nothing to wrap: since 3.7 one launcher serves all kernels.
+    """
+    build = triton.runtime.build
+    compile_c = getattr(build, "_build", None)
+    if compile_c is None:
+        yield
+        return
+
+    @functools.wraps(compile_c)
+    def compile_beside(*args: Any, **kwargs: Any) -> Any:
+        with _TURN_TO_LOAD.left_to_others():
+            return compile_c(*args, **kwargs)
+
+    build._build = compile_beside
+    try:
+        yield
+    finally:
+        build._build = compile_c
 
 
 class Compilers(Executor):
@@ -128,7 +200,8 @@ class Compilers(Executor):
                 kernel = compile_kernel()
                 # Loads it, which in Triton 3.6 builds a launcher in C first: the same one for all
                 # variants of a kernel, so one thread builds it and the others find it on disk.
-                with self._locks[kernel.name]:
+                # The kernel's lock comes first: it is kept while the turn is left to others.
+                with self._locks[kernel.name], _TURN_TO_LOAD:
                     _ = kernel.run
             except BaseException as error:
                 outcome: Callable[[], None] = _bind(future.set_exception, error)
@@ -149,7 +222,7 @@ def compile_ahead(device: torch.device, num_threads: int, timeout_s: float) -> I
     compilers = Compilers(device, num_threads)
     try:
         # Errors are ours to raise: Triton would wait for the other kernels first, and for ever.
-        with triton.AsyncCompileMode(compilers, ignore_errors=True):
+        with _loading_while_c_compiles(), triton.AsyncCompileMode(compilers, ignore_errors=True):
             try:
                 yield compilers
                 compilers.finish(timeout_s)

@@ -1,4 +1,8 @@
-"""A rehearsal compiles on threads what is launched later; a failed one ends the start."""
+"""A rehearsal compiles on threads what is launched later; a failed one ends the start.
+
+Kernels are loaded by one thread at a time, yet their launchers are built in C at the same time. A
+launcher here is a file with a kernel's name, which Triton has built, keeps and finds as a real one.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +27,7 @@ from nanorunner.workers.cuda_graphs import capture_graph
 FOLDER = Path(__file__).parent
 CPU = torch.device("cpu")
 LIMIT_S = 60.0  # of what takes milliseconds
+READ_AFTER_S = 0.1  # long enough for another thread's load, if it were not kept out
 
 
 class Kernel:
@@ -53,6 +59,125 @@ def ask(compilers: Compilers, name: str, compile_kernel: Callable[[], Any]) -> N
     if "cleanup_fn" in mode.submit.__code__.co_varnames:  # since Triton 3.9
         arguments.append(lambda future: None)
     mode.submit(*arguments)
+
+
+class Launchers:
+    """Stands for the C compiler (as a user's own), and for CPython where it loads what that built.
+
+    CPython writes a module that it loads again into the one that has the name by then.
+    """
+
+    def __init__(self, at_once: int) -> None:
+        self.built: list[str] = []
+        self.num_loading = self.most_loading = 0
+        self.is_loading = threading.Event()  # or has been
+        self._all_build = threading.Barrier(at_once, timeout=LIMIT_S)
+        self._module = SimpleNamespace(launch="")
+
+    def build(self, name: str, source: str, folder: str, *lists: list[str]) -> str:
+        """Return the path of what is built; only when so many threads build at once."""
+        text = Path(source).read_text()
+        self.built.append(text)
+        if name == "launcher":
+            self._all_build.wait()
+        if text == "bad":
+            raise ValueError("no such header")
+        built = Path(folder, "built")
+        built.write_text(text)
+        return str(built)
+
+    def load(self, name: str, path: str) -> SimpleNamespace:
+        if name != "launcher":
+            return SimpleNamespace()
+        self.num_loading += 1
+        self.most_loading = max(self.most_loading, self.num_loading)
+        self.is_loading.set()
+        self._module.launch = Path(path).read_text()
+        time.sleep(READ_AFTER_S)  # before who has called this reads from it
+        self.num_loading -= 1
+        return self._module
+
+
+class KernelWithLauncher:
+    """A kernel that is loaded as in Triton 3.6."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.launch = name, ""
+
+    @property
+    def run(self) -> str:
+        module = triton.runtime.build.compile_module_from_src(src=self.name, name="launcher")
+        self.launch = module.launch
+        return self.launch
+
+
+def returning(kernel: KernelWithLauncher) -> Callable[[], KernelWithLauncher]:
+    return lambda: kernel
+
+
+@pytest.fixture
+def launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Launchers:
+    stand_in = Launchers(at_once=2)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(triton.knobs.build, "impl", stand_in.build)
+    monkeypatch.setattr(triton.runtime.build, "_load_module_from_path", stand_in.load)
+    return stand_in
+
+
+def test_no_two_threads_load_at_once_while_launchers_are_built_at_once(
+    launchers: Launchers,
+) -> None:
+    kernels = [KernelWithLauncher(name) for name in ("a", "a", "b", "b")]
+    before = triton.runtime.build._build
+    with compile_ahead(CPU, len(kernels), timeout_s=LIMIT_S) as compilers:
+        for number, kernel in enumerate(kernels):
+            ask(compilers, f"variant {number}", returning(kernel))
+    assert launchers.most_loading == 1
+    assert [kernel.launch for kernel in kernels] == ["a", "a", "b", "b"]
+    assert sorted(launchers.built) == ["a", "b"], "one for all variants of a kernel"
+    assert triton.runtime.build._build is before
+
+
+def test_a_launcher_that_cannot_be_built_is_raised_and_keeps_no_other_from_loading(
+    launchers: Launchers,
+) -> None:
+    good, bad = KernelWithLauncher("good"), KernelWithLauncher("bad")
+    before = triton.runtime.build._build
+
+    def start() -> None:
+        with compile_ahead(CPU, 2, timeout_s=LIMIT_S) as compilers:
+            for kernel in (bad, good):
+                ask(compilers, kernel.name, returning(kernel))
+            compilers.futures[1].result(LIMIT_S)
+
+    with pytest.raises(ValueError, match="no such header"):
+        start()
+    assert (good.launch, bad.launch) == ("good", "")
+    assert triton.runtime.build._build is before
+
+
+def test_what_a_thread_builds_that_loads_no_kernel_ends_no_other_threads_turn(
+    launchers: Launchers,
+) -> None:
+    kernels = [KernelWithLauncher(name) for name in ("a", "b")]
+    with compile_ahead(CPU, len(kernels), timeout_s=LIMIT_S) as compilers:
+        for kernel in kernels:
+            ask(compilers, kernel.name, returning(kernel))
+        assert launchers.is_loading.wait(LIMIT_S)
+        triton.runtime.build.compile_module_from_src(src="", name="driver")
+    assert launchers.most_loading == 1
+    assert [kernel.launch for kernel in kernels] == ["a", "b"]
+
+
+def test_a_triton_that_builds_nothing_in_c_needs_no_function_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(triton.runtime.build, "_build")
+    loaded: list[str] = []
+    with compile_ahead(CPU, 1, timeout_s=LIMIT_S) as compilers:
+        ask(compilers, "a", lambda: Kernel("a", loaded))
+    assert loaded == ["a"]
+    assert not hasattr(triton.runtime.build, "_build")
 
 
 def test_kernels_compile_at_the_same_time_and_each_is_loaded() -> None:

@@ -3,7 +3,7 @@
     logits[v] = hidden @ lm_head[v]         a float32 sum, rounded to the model dtype
     key       = that of kernels/sample_keys.py for these logits, without a cut
 
-For rows that want temperature and seed alone. 64 rows of Qwen3's logits would be 19 MB written and
+For rows that want temperature and seed alone. 16 rows of Qwen3's logits would be 5 MB written and
 read again; here a tile of them lives in registers and leaves one key a row behind:
 
     program (tile of the vocabulary)   -> tile_keys [rows, tiles] -> program (row): keys [rows]
@@ -23,7 +23,7 @@ from nanorunner.kernels.sample_keys import sample_keys_reference
 from nanorunner.kernels.token_keys import NO_KEY, best_key
 from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
 
-MAX_ROWS = 64
+MAX_ROWS = 16  # for more the library's product and a draw from its logits are quicker
 
 
 class HeadPlan(NamedTuple):
@@ -53,8 +53,6 @@ def plan_head(rows: int, num_in: int, item_bytes: int) -> HeadPlan:
     if item_bytes == 4:
         # Full float32 products run without tensor cores: small tiles, or registers spill.
         return HeadPlan(16, min(max(whole, 16), 32), 4, 2)
-    if rows > 16:
-        return HeadPlan(64, min(max(whole, 16), 128), 8, 3)
     if num_in <= 2048:
         return HeadPlan(32, min(max(whole, 16), 256), 4, 3)
     return HeadPlan(64, 128, 4, 4)
@@ -73,7 +71,7 @@ def lm_head_sample(
 ) -> torch.Tensor:
     """Return [rows] int64: the key of each row's best token, NO_KEY for the row of nobody.
 
-    hidden [1 to 64 rows, in], its rows may be strided; lm_head [local_vocab, in] contiguous, whose
+    hidden [1 to 16 rows, in], its rows may be strided; lm_head [local_vocab, in] contiguous, whose
     first num_ids rows (default: all) are the tokens vocab_offset and on. idx_mapping, positions
     [rows], temperature and seed as for sample_keys.
     """
@@ -112,7 +110,7 @@ def lm_head_sample_triton(
 ) -> torch.Tensor:
     """lm_head_sample in two launches: the best of each tile, then the best tile."""
     rows, num_in = hidden.shape
-    assert 1 <= rows <= MAX_ROWS, "lm_head_sample takes 1 to 64 rows"
+    assert 1 <= rows <= MAX_ROWS, f"lm_head_sample takes 1 to {MAX_ROWS} rows"
     assert hidden.stride(1) == 1, "lm_head_sample needs rows whose elements lie side by side"
     assert lm_head.is_contiguous(), "lm_head_sample needs a contiguous head"
     plan = plan or plan_head(rows, num_in, hidden.element_size())
@@ -137,7 +135,7 @@ def lm_head_sample_triton(
         IS_EVEN=num_ids % plan.out_tile == 0 and num_in % plan.in_tile == 0,
         GREEDY_BELOW=GREEDY_BELOW,
         USE=USE_SAMPLE,
-        ROW_TILE=max(next_power_of_two(rows), 16) if rows > 1 else 1,
+        ROW_TILE=16 if rows > 1 else 1,
         OUT_TILE=plan.out_tile,
         IN_TILE=plan.in_tile,
         num_warps=plan.num_warps,

@@ -156,7 +156,7 @@ def warm_tasks(kind: str) -> list[tuple[Any, ...]]:
         return [
             ("head", size[0], rows, plan)
             for size in SIZES.values()
-            for rows in (1, 8, 64)
+            for rows in (1, 8, 16)
             for plan in head_plans(rows, size[0])
         ]
     return [
@@ -245,7 +245,7 @@ def head_lines(end_s: float) -> Iterator[dict[str, Any]]:
     print("us of the head: floor, F.linear and sample_keys, same keys, the best lm_head_sample")
     for name, size in SIZES.items():
         heads = [torch.randn((VOCAB, size[0]), **OPTIONS) for _ in range(4)]
-        for rows in (1, 8, 64):
+        for rows in (1, 8, 16):
             if time.monotonic() > end_s:
                 print("out of time; the rest was not measured", flush=True)
                 return

@@ -151,7 +151,7 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     table = (torch.arange(2), torch.arange(2), torch.ones(2), torch.arange(2))
     sample_keys_triton(logits, *table)
     # one row of float32 spills, and nobody serves it
-    for rows in (1, 2, 64) if dtype.itemsize == 2 else (2,):
+    for rows in (1, 2, 16) if dtype.itemsize == 2 else (2,):
         head = normal(5000, 1024, dtype=dtype)
         table = (torch.zeros(rows).int(), torch.arange(rows), torch.ones(1), torch.zeros(1).long())
         lm_head_sample_triton(normal(rows, 1024, dtype=dtype), head, *table, 0, 5000)

@@ -47,7 +47,7 @@ def check(
     )
 
 
-@pytest.mark.parametrize("rows", [1, 3, 16, 17, 64])
+@pytest.mark.parametrize("rows", [1, 3, 8, 15, 16])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_every_number_of_rows_draws_the_tokens_of_its_logits(rows: int, dtype: torch.dtype) -> None:
     hidden = integers(rows, 73, dtype=dtype)[:, :70]

@@ -24,7 +24,7 @@ def test_every_row_count_draws_the_tokens_of_written_logits(
     head = integers(vocab + 100, hidden_size, dtype=dtype)
     temperature = torch.tensor([0.0, 0.6, 3.0, 50.0], device="cuda")
     seed = torch.arange(4, device="cuda") * 0x1234_5678_9ABC - 5
-    for rows in (1, 2, 8, 16, 33, 64):
+    for rows in (1, 2, 3, 8, 15, 16):
         assert serves(rows, head)
         hidden = integers(rows, hidden_size, dtype=dtype)
         # Of several rows every fifth is nobody's (-1); a single one is somebody's.

@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 
 from nanorunner.detokenizer import Detokenizer
+from nanorunner.intake import Checked
 from nanorunner.logprobs import LogprobReader
 from nanorunner.outputs import (
     CompletionOutput,
@@ -22,7 +23,6 @@ from nanorunner.outputs import (
     EmbeddingRequestOutput,
     RequestOutput,
 )
-from nanorunner.sampling_params import SamplingParams
 from nanorunner.tokenizer import Tokenizer
 from nanorunner.workers.messages import Float32, RequestExtras, TokenLogprobs
 
@@ -83,26 +83,25 @@ class Completion:
 class Answer:
     """What one prompt has brought so far. Owner: the LLM that queued it.
 
-    pooling: "last" or "mean" asks for an embedding instead of completions.
+    prompt_ids: as users get them back; checked: the same ids as the engine takes them.
     """
 
     def __init__(
         self,
         prompt: str | None,
         prompt_ids: list[int],
-        params: SamplingParams,
+        checked: Checked,
         tokenizer: Tokenizer | None,
-        pooling: str = "",
     ) -> None:
         self.prompt = prompt
         self.prompt_ids = prompt_ids
-        self.params = params
-        self.pooling = pooling
+        self.checked = checked
+        self.params = params = checked.params
         # None until the last completion has finished; then the first one's, or an error
         self.finish_reason: str | None = None
         self._tokenizer = tokenizer
         self._num_unfinished = params.n
-        self._has_text = tokenizer is not None and params.detokenize and not pooling
+        self._has_text = tokenizer is not None and params.detokenize and not checked.pooling
         self._inbox: deque[Answer] = deque()  # of whoever reads the news; it is in there once
         self._has_news = False
         self.completions = [Completion(self) for _ in range(params.n)]

@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from nanorunner.intake import Intake
+from nanorunner.intake import Checked, Intake
 from nanorunner.interrupt import DeferInterrupt
-from nanorunner.request import Request, RequestUpdate
+from nanorunner.request import RequestUpdate
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
 from nanorunner.scheduler_stats import SchedulerStats
@@ -105,9 +105,9 @@ class Engine:
             raise RuntimeError(problem)
         return spans
 
-    def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        """Raise the ValueError that add_request would raise, and queue nothing."""
-        self._intake.check(prompt_ids, params)
+    def check_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> Checked:
+        """Return what add_checked takes, with nothing queued; ValueError as in add_request."""
+        return self._intake.check(prompt_ids, params)
 
     def add_request(
         self, prompt_ids: Sequence[int], params: SamplingParams, *, quiet: bool = False
@@ -130,14 +130,11 @@ class Engine:
         prompt's log-probabilities.
         """
         self._check_usable()
-        requests = self._intake.requests(prompt_ids, params)
-        for request in requests:
-            request.is_quiet = quiet and not request.brings_extras
-        return [self._add(request) for request in requests]
+        return self.add_checked(self.check_request(prompt_ids, params), quiet=quiet)
 
-    def check_embedding(self, prompt_ids: Sequence[int], pooling: str) -> None:
-        """Raise the ValueError that add_embedding would raise, and queue nothing."""
-        self._intake.check_embedding(prompt_ids, pooling)
+    def check_embedding(self, prompt_ids: Sequence[int], pooling: str) -> Checked:
+        """Return what add_checked takes, with nothing queued; ValueError as in add_embedding."""
+        return self._intake.check_embedding(prompt_ids, pooling)
 
     def add_embedding(self, prompt_ids: Sequence[int], pooling: str) -> int:
         """Queue an embedding of a prompt by the last hidden state or by the "mean" of all.
@@ -145,11 +142,16 @@ class Engine:
         Return its id. Its only update has the embedding in `extras`. Errors as in add_request.
         """
         self._check_usable()
-        return self._add(self._intake.embedding(prompt_ids, pooling))
+        return self.add_checked(self.check_embedding(prompt_ids, pooling))[0]
 
-    def _add(self, request: Request) -> int:
-        self.scheduler.add(request)
-        return request.request_id
+    def add_checked(self, checked: Checked, *, quiet: bool = False) -> list[int]:
+        """Queue the requests of what this engine has checked and return their ids."""
+        self._check_usable()
+        requests = self._intake.requests(checked)
+        for request in requests:
+            request.is_quiet = quiet and not request.brings_extras
+            self.scheduler.add(request)
+        return [request.request_id for request in requests]
 
     def stepping(self) -> AbstractContextManager[None]:
         """Return a block for a loop of steps: it spares each of them the care for Ctrl-C anew."""

@@ -1,6 +1,7 @@
 """From what a user asks to requests that can be queued: every check, the seeds, the ids.
 
-    prompt, SamplingParams -> check -> Request    (n of them, or one for an embedding)
+    prompt, SamplingParams -> check           -> Checked -> requests -> n Requests
+    prompt, pooling        -> check_embedding -> Checked -> requests -> the Request of an embedding
 
 Nothing is queued here, so a refusal leaves no trace. The engine calls it before the scheduler.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from random import Random
+from typing import NamedTuple
 
 from nanorunner.compatibility import check_feature, check_params
 from nanorunner.request import Request, check_prompt, make_pooling_request, make_request
@@ -22,7 +24,16 @@ from nanorunner.workers.full_sampling import (
 )
 from nanorunner.workers.messages import POOLINGS, Int32
 
+ONE_OUTPUT = SamplingParams()  # of an embedding, which no sampler sees
 LAST_REQUEST_ID = 2**31 - 1  # ids cross the wire as int32, then start again at 0
+
+
+class Checked(NamedTuple):
+    """What this engine can serve, so that nobody looks at it twice; made by Intake's checks."""
+
+    prompt_ids: Int32  # [prompt_len] nobody else's, and never changed
+    params: SamplingParams
+    pooling: str = ""  # one of POOLINGS asks for an embedding; then params is ONE_OUTPUT
 
 
 class Intake:
@@ -35,8 +46,8 @@ class Intake:
         self._random = Random(seed)
         self.next_id = 0
 
-    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> Int32:
-        """Return the prompt as ids; ValueError for what this engine cannot serve."""
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> Checked:
+        """Return what requests() takes; ValueError for what this engine cannot serve."""
         prompt = check_prompt(prompt_ids, self._vocab_size)
         self._scheduler.check_prompt_fits(len(prompt))
         check_params(self._runner, params)
@@ -50,16 +61,18 @@ class Intake:
             if isinstance(word, str):
                 raise ValueError(f"bad_words {word!r}: the engine has no tokenizer; give its ids")
         sampling = self._for_sampler(params, seed=0)
-        check_full_sampling(sampling, self._vocab_size)
         _check_logprobs_fit(len(prompt), sampling, self._scheduler.drafts.max_query_len)
-        return prompt
+        return Checked(prompt, params)
 
-    def requests(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[Request]:
-        """Return params.n requests for one prompt; errors as in check().
+    def requests(self, checked: Checked) -> list[Request]:
+        """Return params.n requests for one prompt, or the one of an embedding.
 
         Each draws by a seed of its own; the first alone brings the prompt's log-probabilities.
+        Raises ValueError, as check() does, when params.logit_bias, a dict, has changed since.
         """
-        prompt = self.check(prompt_ids, params)
+        prompt, params, pooling = checked
+        if pooling:
+            return [make_pooling_request(self._new_id(), prompt, pooling)]
         # Drawn for every prompt, so that one with its own seed does not shift the others'.
         seed = self._random.getrandbits(64)
         if params.seed is not None:
@@ -73,22 +86,19 @@ class Intake:
             requests.append(make_request(self._new_id(), prompt, params, sampling, max_model_len))
         return requests
 
-    def check_embedding(self, prompt_ids: Sequence[int], pooling: str) -> Int32:
-        """Return the prompt as ids; ValueError for an embedding that cannot be had."""
+    def check_embedding(self, prompt_ids: Sequence[int], pooling: str) -> Checked:
+        """Return what requests() takes; ValueError for an embedding that cannot be had."""
         check_feature(self._runner, "embed")
         if pooling not in POOLINGS:
             raise ValueError(f"pooling {pooling!r}: use {' or '.join(POOLINGS)}")
         prompt = check_prompt(prompt_ids, self._vocab_size)
         self._scheduler.check_prompt_fits(len(prompt), least_output=0)
-        return prompt
-
-    def embedding(self, prompt_ids: Sequence[int], pooling: str) -> Request:
-        """Return the request of an embedding; errors as in check_embedding()."""
-        prompt = self.check_embedding(prompt_ids, pooling)
-        return make_pooling_request(self._new_id(), prompt, pooling)
+        return Checked(prompt, ONE_OUTPUT, pooling)
 
     def _for_sampler(self, params: SamplingParams, seed: int) -> FullSampling:
-        return params.for_sampler(seed, self._scheduler.eos_token_ids, self._vocab_size)
+        sampling = params.for_sampler(seed, self._scheduler.eos_token_ids, self._vocab_size)
+        check_full_sampling(sampling, self._vocab_size)
+        return sampling
 
     def _new_id(self) -> int:
         """Return an id that no live request has."""

@@ -1,6 +1,7 @@
 """The library's front door: LLM.generate, chat and embed, in the names that vLLM's users know.
 
-    prompts -> token ids -> Engine.add_request ... Engine.step -> Answer -> RequestOutput
+    prompts -> token ids -> Engine.check_request -> Answer, all of them before the first is queued
+    Answer -> Engine.add_checked ... Engine.step -> Answer -> RequestOutput
 
 Everything a person can get wrong is refused before the first prompt is queued, so a bad prompt in
 a list of a thousand costs no computed token. Not for use by several threads at once.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -111,13 +113,12 @@ class LLM:
         normalize: to length 1. Needs runner v2. Raises ValueError as generate() does.
         """
         self._check_open()
-        no_params = SamplingParams()
         answers = []
         for index, prompt in enumerate(parts := read_prompts(prompts)):
             with named_in_errors(index, len(parts)):
                 ids = self._prompt_ids(prompt)
-                self.engine.check_embedding(ids, pooling)
-            answers.append(Answer(prompt.text, ids, no_params, self.tokenizer, pooling))
+                checked = self.engine.check_embedding(ids, pooling)
+            answers.append(Answer(prompt.text, ids, checked, self.tokenizer))
         self._run_all(answers, use_tqdm, "Embedding")
         return [answer.embedding(normalize) for answer in answers]
 
@@ -136,6 +137,10 @@ class LLM:
     def prepare(self, prompt: Prompt, params: SamplingParams) -> Answer:
         """Return a prompt as an Answer that can be queued; ValueError when it cannot be served."""
         check_types(params)
+        return self._prepare_one(prompt, params)
+
+    def _prepare_one(self, prompt: Prompt, params: SamplingParams) -> Answer:
+        """prepare(), for params whose types were found right."""
         ids = self._prompt_ids(prompt)
         if self.tokenizer is None and params.stop:
             raise ValueError(
@@ -143,8 +148,8 @@ class LLM:
                 f"none; use stop_token_ids"
             )
         params = with_bad_word_ids(params, self.tokenizer)
-        self.engine.check_request(ids, params)
-        return Answer(prompt.text, ids, params, self.tokenizer)
+        checked = self.engine.check_request(ids, params)
+        return Answer(prompt.text, ids, checked, self.tokenizer)
 
     def _prompt_ids(self, prompt: Prompt) -> list[int]:
         if prompt.token_ids is not None:
@@ -216,18 +221,17 @@ class LLM:
     def _prepare(self, prompts: list[Prompt], sampling_params: Any) -> list[Answer]:
         self._check_open()
         params = read_params(sampling_params, len(prompts))
-        answers = []
+        answers: list[Answer] = []
         for index, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
             with named_in_errors(index, len(prompts)):
-                answers.append(self.prepare(prompt, its_params))
+                if index == 0 or its_params is not params[index - 1]:  # often one for all
+                    check_types(its_params)
+                answers.append(self._prepare_one(prompt, its_params))
         return answers
 
     def _queue(self, answer: Answer, inbox: deque[Answer], streaming: bool) -> None:
         quiet = answer.begin(inbox, streaming=streaming)
-        if answer.pooling:
-            ids = [self.engine.add_embedding(answer.prompt_ids, answer.pooling)]
-        else:
-            ids = self.engine.add_requests(answer.prompt_ids, answer.params, quiet=quiet)
+        ids = self.engine.add_checked(answer.checked, quiet=quiet)
         for completion, request_id in zip(answer.completions, ids, strict=True):
             completion.request_id = request_id
             self._completions[request_id] = completion
@@ -238,7 +242,7 @@ class LLM:
 
     def _run_all(self, answers: list[Answer], use_tqdm: bool, title: str) -> None:
         """Run the answers to their end, with a bar on a terminal."""
-        num_tokens = 0
+        num_tokens, start = 0, time.perf_counter()
         # disable=None: no bar where stderr is not a terminal
         disable = None if use_tqdm else True
         with (
@@ -248,7 +252,7 @@ class LLM:
             for answer in self.run(answers, streaming=False):
                 if answer.finish_reason is not None:
                     num_tokens += answer.num_tokens
-                    seconds = max(bar.format_dict["elapsed"], 1e-9)
+                    seconds = max(time.perf_counter() - start, 1e-9)
                     bar.set_postfix_str(f"{num_tokens / seconds:.1f} tokens/s", refresh=False)
                     bar.update()
 

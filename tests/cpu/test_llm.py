@@ -65,6 +65,16 @@ def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM) -> None:
     )
 
 
+def test_one_bad_params_among_the_prompts_is_named_and_nothing_is_queued(llm: LLM) -> None:
+    good, bad = greedy(), greedy()
+    bad.logit_bias["x"] = 1.0  # type: ignore[index]  # after it was checked itself
+    with pytest.raises(ValueError, match=r"^prompts\[2\]: logit_bias .*: is dict, use a dict of"):
+        llm.generate(PROMPTS, [good, good, bad], use_tqdm=False)
+    with pytest.raises(ValueError, match=r"^prompts\[0\]: logit_bias "):
+        llm.generate(PROMPTS, bad, use_tqdm=False)
+    assert not llm.engine.has_unfinished()
+
+
 def test_chat_answers_one_conversation_or_several(llm: LLM) -> None:
     hello = [{"role": "user", "content": "hello"}]
     (one,) = llm.chat(hello, greedy(), use_tqdm=False)

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from nanorunner.intake import Intake, child_seed
+from nanorunner.request import Request, check_prompt
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
 from nanorunner.workers.full_sampling import MAX_LOGPROB_ENTRIES, FullSampling
@@ -34,8 +36,12 @@ def make_intake(
     return Intake(scheduler, vocab_size, seed, runner)
 
 
+def requests(intake: Intake, params: SamplingParams) -> list[Request]:
+    return intake.requests(intake.check(PROMPT, params))
+
+
 def sampling(**settings: Any) -> FullSampling:
-    return make_intake().requests(PROMPT, SamplingParams(**settings))[0].sampling
+    return requests(make_intake(), SamplingParams(**settings))[0].sampling
 
 
 def test_every_setting_reaches_the_sampler_in_its_form() -> None:
@@ -82,20 +88,20 @@ def test_a_request_that_asks_for_nothing_special_crosses_the_wire_short() -> Non
 
 def test_the_children_of_a_prompt_draw_by_seeds_of_their_own() -> None:
     params = SamplingParams(n=4, seed=5, prompt_logprobs=1)
-    requests = make_intake().requests(PROMPT, params)
-    assert [request.request_id for request in requests] == [0, 1, 2, 3]
-    seeds = [request.sampling.seed for request in requests]
+    children = requests(make_intake(), params)
+    assert [request.request_id for request in children] == [0, 1, 2, 3]
+    seeds = [request.sampling.seed for request in children]
     assert seeds[0] == 5
     assert len(set(seeds)) == 4
     # the prompt's log-probabilities are read once
-    assert [request.sampling.prompt_logprobs for request in requests] == [1, -1, -1, -1]
-    assert [r.sampling.seed for r in make_intake(seed=9).requests(PROMPT, params)] == seeds
+    assert [request.sampling.prompt_logprobs for request in children] == [1, -1, -1, -1]
+    assert [r.sampling.seed for r in requests(make_intake(seed=9), params)] == seeds
 
 
 def test_children_without_a_seed_follow_the_engine_s() -> None:
     params = SamplingParams(n=2)
     seeds = [
-        [request.sampling.seed for request in make_intake(seed).requests(PROMPT, params)]
+        [request.sampling.seed for request in requests(make_intake(seed), params)]
         for seed in (1, 1, 2)
     ]
     assert seeds[0] == seeds[1] != seeds[2]
@@ -121,6 +127,40 @@ def test_what_this_vocabulary_cannot_give_is_refused(settings: dict[str, Any], w
         sampling(**settings)
 
 
+@pytest.mark.parametrize("dtype", [np.int32, np.int64, np.uint8])
+def test_a_user_s_array_may_change_while_its_request_waits(dtype: type) -> None:
+    intake = make_intake()
+    ids: npt.NDArray[Any] = np.array(PROMPT, dtype)
+    checked = intake.check(ids, SamplingParams())  # type: ignore[arg-type]
+    ids[:] = 1
+    (request,) = intake.requests(checked)
+    assert request.token_ids.dtype == np.int32
+    assert request.token_ids.tolist() == PROMPT
+
+
+@pytest.mark.parametrize(
+    "odd", [VOCAB, -1, 2**31, -(2**31) - 1, 2**32 + 5, 2**63, 2**70, 0.5, "a", None]
+)
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_list_is_refused_in_the_words_that_a_tuple_is(odd: Any, place: int) -> None:
+    """Lists of ints take a road of their own to the array."""
+    ids: list[Any] = [5, 6]
+    ids.insert(place, odd)
+    with pytest.raises(ValueError, match=r"^prompt: token id") as of_a_tuple:
+        check_prompt(tuple(ids), VOCAB)
+    with pytest.raises(ValueError, match=r"^prompt: token id") as of_a_list:
+        check_prompt(ids, VOCAB)
+    assert str(of_a_list.value) == str(of_a_tuple.value)
+
+
+def test_a_bias_that_changed_after_the_check_is_checked_again() -> None:
+    intake, params = make_intake(), SamplingParams(logit_bias={7: 1})
+    checked = intake.check(PROMPT, params)
+    params.logit_bias[VOCAB] = 1.0
+    with pytest.raises(ValueError, match="logit_bias: id 50"):
+        intake.requests(checked)
+
+
 def test_log_probabilities_that_the_ranks_have_no_room_for_are_refused() -> None:
     vocab_size = MAX_LOGPROB_ENTRIES // 20
     intake = make_intake(vocab_size=vocab_size)
@@ -141,7 +181,7 @@ def test_a_runner_s_lack_is_found_before_anything_is_queued() -> None:
 
 def test_an_embedding_may_fill_the_whole_length_and_samples_nothing() -> None:
     intake = make_intake()
-    request = intake.embedding([5] * 64, "mean")
+    (request,) = intake.requests(intake.check_embedding([5] * 64, "mean"))
     assert (request.limit, request.prompt_len, request.pooling) == (64, 64, "mean")
     assert request.sampling == FullSampling()
     assert np.array_equal(request.token_ids, [5] * 64)
@@ -150,7 +190,7 @@ def test_an_embedding_may_fill_the_whole_length_and_samples_nothing() -> None:
         (PROMPT, "cls", "last or mean"),
     ):
         with pytest.raises(ValueError, match=words):
-            intake.embedding(prompt, pooling)
+            intake.check_embedding(prompt, pooling)
 
 
 def test_drafts_multiply_the_log_probabilities_of_a_step() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nanorunner.jsonl import error_row, read_rows, result_row
@@ -53,6 +54,25 @@ def test_what_is_no_prompt_is_refused_with_its_place(given: Any, words: list[str
         read_prompts(given)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("odd", [True, 2.0, "a", None, np.True_, np.float32(1)])
+@pytest.mark.parametrize("place", [0, 350, 699])
+def test_one_element_that_is_no_whole_number_is_found_among_many(odd: Any, place: int) -> None:
+    ids: list[Any] = list(range(700))
+    ids[place] = odd
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: token id ") as caught:
+        read_prompts([[1], {"prompt_token_ids": ids}])
+    assert f"{odd!r} at {place}: use a whole number" in str(caught.value)
+
+
+def test_ids_come_out_as_a_list_of_plain_ints_that_the_user_does_not_share() -> None:
+    given = [1, 2]
+    (plain,), (mixed,) = read_prompts([given]), read_prompts([[1, np.int64(2)]])
+    given.append(3)
+    for prompt in (plain, mixed):
+        assert prompt.token_ids == [1, 2]
+        assert {type(token_id) for token_id in prompt.token_ids} == {int}
 
 
 def test_params_are_one_for_all_or_one_for_each() -> None:

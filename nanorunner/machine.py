@@ -33,7 +33,8 @@ class Machine:
     cores: int
     free_memory_bytes: int
     has_triton: bool
-    has_flash_attn: bool
+    has_flash_attn: bool  # the package
+    has_torch_flash: bool  # FlashAttention 2 inside torch
 
 
 def probe() -> Machine:
@@ -49,6 +50,7 @@ def probe() -> Machine:
             importlib.util.find_spec(name) is not None
             for name in ("flash_attn", "flash_attn_interface")
         ),
+        has_torch_flash=torch.backends.cuda.is_flash_attention_available(),
     )
 
 

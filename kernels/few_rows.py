@@ -7,16 +7,18 @@ as the kernels. So a layer's projections take the elementwise work around them a
     linear_few              @ o.T, @ down.T
     add_norm_gate_up_silu   residual + x, RMSNorm, @ gate_up.T, SiLU(gate) * up
 
-kernels/few_rows_triton.py holds the kernels, kernels/few_rows_plans.py the choice among them. Sums
-are float32, rounded once to the model dtype. Results do not depend on timing: no atomics.
+kernels/few_rows_triton.py launches the kernels, kernels/few_rows_plans.py has the choice among
+them; from 2 rows on the table of kernels/medium_rows_plans.py comes first, which has the tiles of
+more rows where they win. Sums are float32, rounded once to the model dtype. Results do not depend
+on timing: no atomics.
 """
 
 from __future__ import annotations
 
 import torch
 
-from nanorunner.kernels.few_rows_plans import MAX_ROWS, FewRowsPlan
-from nanorunner.kernels.few_rows_triton import Norm, project_triton
+from nanorunner.kernels.few_rows_plans import MAX_ROWS
+from nanorunner.kernels.few_rows_triton import AnyPlan, Norm, project_triton
 from nanorunner.kernels.linear import linear
 from nanorunner.kernels.rms_norm import rms_norm_reference
 from nanorunner.kernels.silu_mul import silu_mul_reference
@@ -42,7 +44,7 @@ def add_norm_linear(
     eps: float,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    plan: FewRowsPlan | None = None,
+    plan: AnyPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (rms_norm(total) @ weight.T + bias [rows, out], total [rows, in]).
 
@@ -63,7 +65,7 @@ def add_norm_gate_up_silu(
     eps: float,
     gate_up: torch.Tensor,
     bias: torch.Tensor | None = None,
-    plan: FewRowsPlan | None = None,
+    plan: AnyPlan | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (silu(gate) * up [rows, intermediate], total [rows, in]); total as add_norm_linear's.
 
@@ -79,7 +81,7 @@ def linear_few(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    plan: FewRowsPlan | None = None,
+    plan: AnyPlan | None = None,
 ) -> torch.Tensor:
     """Return x [rows, in] @ weight.T + bias as [rows, out]."""
     if x.is_cuda:

@@ -6,7 +6,8 @@ plan that won. A row count between two entries takes the larger one's plan.
 
     - {op: norm, out: 4096, in: 1024, rows: 1, kind: rows, out_tile: 8, in_tile: 1024, ...}
 
-A GPU without a table, and a shape that its table lacks, get default_plan.
+A GPU without a table, and a shape that its table lacks, get default_plan. From 2 rows on the table
+of kernels/medium_rows_plans.py is asked before this one (few_rows_triton.choose_plan).
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Launches the kernels of kernels/few_rows_kernels.py, as a plan of few_rows_plans.py says."""
+"""Launches the kernels of kernels/few_rows_kernels.py, as a plan of few_rows_plans.py says.
+
+Where tiles were measured to be better, the kernels of medium_rows_kernels.py: choose_plan().
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,13 @@ from nanorunner.kernels.few_rows_plans import (
     FewRowsPlan,
     plan_few_rows,
 )
+from nanorunner.kernels.medium_rows_plans import TILES, MediumRowsPlan, plan_medium_rows
+from nanorunner.kernels.medium_rows_triton import join, multiply
 from nanorunner.kernels.pdl import can_overlap, launch_options
 from nanorunner.kernels.silu_mul import silu_mul
 from nanorunner.kernels.triton_support import next_power_of_two
+
+AnyPlan = FewRowsPlan | MediumRowsPlan
 
 
 class Norm(NamedTuple):
@@ -37,7 +44,7 @@ def project_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    plan: FewRowsPlan | None = None,
+    plan: AnyPlan | None = None,
     *,
     norm: Norm | None = None,
     is_gated: bool = False,
@@ -53,14 +60,17 @@ def project_triton(
     assert weight.is_contiguous(), "few_rows needs a contiguous weight"
     is_compiled_float = x.is_cuda and x.dtype == torch.float32
     op = GATED if is_gated else PLAIN if norm is None else NORM
-    plan = plan or plan_few_rows(op, rows, weight)
+    plan = plan or choose_plan(op, rows, weight)
     assert plan.kind != DOT or not is_compiled_float, "a dot of float32 does not fit a GPU program"
     total = x
     # Before its scale a row may pass float16's range, and a dot takes its operands in float16.
     is_wide = plan.kind == DOT and x.dtype == torch.float16
-    if norm is not None and (plan.kind == CUBLAS or not plan.is_fused or is_wide):
+    is_apart = isinstance(plan, MediumRowsPlan) or plan.kind == CUBLAS or not plan.is_fused
+    if norm is not None and (is_apart or is_wide):
         x, total = _add_norm(x, norm)
         norm = None
+    if isinstance(plan, MediumRowsPlan):
+        return join(multiply(x, weight, bias, op, plan), bias, op, x.dtype), total
     if plan.kind == CUBLAS:
         out = F.linear(x, weight, bias)
         return (silu_mul(out) if is_gated else out), total
@@ -71,6 +81,12 @@ def project_triton(
     launch = _launch_rows if plan.kind == ROWS else _launch_dot
     launch(x, weight, bias, norm, is_gated, plan, out, total, is_late=op == NORM)
     return out, total
+
+
+def choose_plan(op: str, rows: int, weight: torch.Tensor) -> AnyPlan:
+    """Return tiles where their table has them for this shape and rows, else few rows' own plan."""
+    tiles = plan_medium_rows(op, rows, weight)
+    return tiles if tiles.kind == TILES else plan_few_rows(op, rows, weight)
 
 
 def _add_norm(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""The projections of a decode step of 17 to 128 rows, with what follows them folded in.
+"""The projections of a decode step of 17 to 256 rows, with what follows them folded in.
 
     linear_medium      @ qkv.T;  @ o.T, @ down.T where an all-reduce comes next
     linear_add_norm    @ o.T, @ down.T, residual + x, RMSNorm
@@ -11,7 +11,8 @@ launch is the one that adds the residual and norms, and programs fetch their wei
 kernel in front has ended. kernels/medium_rows_kernels.py has the kernels and what they must move.
 
 A GPU, a shape and a row count take part when the table of kernels/medium_rows_plans.py has tiles
-for them, measured; else these are the library's product and the kernels of every other step. Sums
+for them, measured; else these are the library's product and the kernels of every other step. The
+same tiles serve 2 to 16 rows where they win: kernels/few_rows.py asks that table first. Sums
 are float32 and rounded once to the model dtype, shares are added in their order: results do not
 depend on timing.
 """

@@ -20,12 +20,16 @@ tile, into shared memory. Of more steps: into L2, by the copy engine, as much as
 the steps then find it there, and Triton's pipeline copies tiles of weight and x ahead of the
 products.
 
+Of 2 to 16 rows (row_tile 16, the weight as the instruction's first operand) x is small beside the
+weight: what counts there is that every processor has weights on their way until the end.
+
 A gated tile has 8 rows of the gate, then the same 8 rows of up, and so on: a thread's part of the
 product then holds both of each pair, and the gate needs no exchange.
 """
 
 from __future__ import annotations
 
+from nanorunner.kernels.early_fetch import fetch_to_l2
 from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait
 from nanorunner.kernels.triton_support import jit, tl
 
@@ -43,25 +47,13 @@ def _fetch_lines(
 ) -> None:
     """Start to copy num_bytes of each of this program's lines of the weight to L2: a hint.
 
-    The instruction takes one address at a time, so every warp starts its share of the lines.
+    One address at a time (early_fetch.py), so every warp starts its share of the lines.
     """
     thread = tl.arange(0, 32 * WARPS)
     lane = thread % 32
     line = lines + thread // 32 * (LINES // WARPS) + lane
     is_mine = (lane < LINES // WARPS) & (line < num_lines)
-    tl.inline_asm_elementwise(
-        """{
-        .reg .pred mine;
-        setp.ne.s32 mine, $3, 0;
-        @mine cp.async.bulk.prefetch.L2.global [$1], $2;
-        mov.b32 $0, 0;
-        }""",
-        "=r,l,r,r",
-        [weight + line.to(tl.int64) * num_in + column, num_bytes, is_mine.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    fetch_to_l2(weight + line.to(tl.int64) * num_in + column, num_bytes, is_mine)
 
 
 @jit()
@@ -104,6 +96,7 @@ def tiles_kernel(
     IS_SWAPPED: tl.constexpr,
     IS_HELD: tl.constexpr,  # the share is one step
     IS_EARLY: tl.constexpr,
+    IS_LATE: tl.constexpr,  # starts the next kernel only when all before this one have ended
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
     IN_TILE: tl.constexpr,
@@ -111,7 +104,7 @@ def tiles_kernel(
     USE_PDL: tl.constexpr,
 ) -> None:
     """A tile of the product over one share of the columns."""
-    if USE_PDL:
+    if USE_PDL and not IS_LATE:
         gdc_launch_dependents()
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_in)
@@ -148,6 +141,8 @@ def tiles_kernel(
             )  # fmt: skip
     if USE_PDL:
         gdc_wait()
+        if IS_LATE:
+            gdc_launch_dependents()
 
     if IS_SWAPPED:
         product = tl.zeros((OUT_TILE, ROW_TILE), tl.float32)
@@ -211,12 +206,13 @@ def join_kernel(
     num_units: tl.tensor,
     HAS_BIAS: tl.constexpr,
     IS_GATED: tl.constexpr,
+    IS_LATE: tl.constexpr,  # as tiles_kernel's
     SPLITS: tl.constexpr,
     TILE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """TILE columns of one row of parts [SPLITS, rows, units, twice as many when gated]."""
-    if USE_PDL:
+    if USE_PDL and not IS_LATE:
         gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
@@ -226,6 +222,8 @@ def join_kernel(
     place = parts + row * width + column
     if USE_PDL:
         gdc_wait()
+        if IS_LATE:
+            gdc_launch_dependents()
     result = _sum_of_parts(place, inside, distance, SPLITS, TILE)
     if HAS_BIAS:
         result += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)

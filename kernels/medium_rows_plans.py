@@ -1,16 +1,22 @@
-"""Which tiles serve a projection of 17 to 128 rows: a table, and the library where it is mute.
+"""Which tiles serve a projection of 2 to 256 rows: a table, and nothing else where it is mute.
 
 scripts/tune.py --only medium measures and writes configs/kernels/NAME-medium.yaml, NAME being the
 GPU's. An entry is what a projection does, its weight's shape, its rows and the plan that won:
 
     - {op: added, out: 1024, in: 2048, rows: 64, kind: tiles, row_tile: 64, out_tile: 64, ...}
 
-    plain    x @ weight.T
-    gated    SiLU(gate) * up of x @ gate_up.T
-    added    x @ weight.T, added to the residual, and the RMSNorm of that
+    rows         ops
+    2 to 16      norm     add + RMSNorm, @ weight.T     the places of kernels/few_rows.py, which
+                 plain    x @ weight.T                  asks here first and then its own table;
+                 gated    add + RMSNorm, @ gate_up.T,   entries are at 2, 4, 8 and 16 rows, and a
+                          SiLU(gate) * up               count between two takes the larger one's
+    17 to 256    plain    x @ weight.T                  those of kernels/medium_rows.py; a count
+                 gated    @ gate_up.T, SiLU(gate) * up  between two entries takes the larger one's,
+                 added    x @ weight.T, added to the    however large that is
+                          residual, RMSNorm
 
-A row count between two entries takes the larger one's plan. A shape without an entry is multiplied
-by the vendor's library, as in every other step: no rule guesses here.
+A shape without an entry, and one whose entry is of kind cublas, is served as if there were no table
+(few rows' own plan; from 17 rows on the vendor's library): no rule guesses here.
 """
 
 from __future__ import annotations
@@ -27,16 +33,18 @@ from nanorunner.kernels.few_rows_plans import (
     FOLDER,
     GATED,
     MAX_ROWS,
+    NORM,
     PLAIN,
     Key,
     gpu_name,
     read_table,
 )
+from nanorunner.kernels.triton_support import next_power_of_two
 
-MAX_MEDIUM_ROWS = 128
+MAX_MEDIUM_ROWS = 256
 ADDED = "added"
 TILES = "tiles"  # the kernel of kernels/medium_rows_kernels.py; the other kind is CUBLAS
-OPS = (PLAIN, GATED, ADDED)
+FEW_ROWS = (2, 4, 8, 16)  # the counts of entries up to MAX_ROWS
 
 Place = tuple[str, torch.Tensor]  # op, weight [out, in]
 
@@ -61,8 +69,8 @@ LIBRARY = MediumRowsPlan(CUBLAS)
 def plan_medium_rows(
     op: str, rows: int, weight: torch.Tensor, folder: Path = FOLDER
 ) -> MediumRowsPlan:
-    """Return the plan for rows of x times weight [out, in]; op is PLAIN, GATED or ADDED."""
-    if not MAX_ROWS < rows <= MAX_MEDIUM_ROWS or not can_tile(weight):
+    """Return the plan for rows of x times weight [out, in]; op is one of ops_at(rows)."""
+    if rows > MAX_MEDIUM_ROWS or not can_tile(weight):
         return LIBRARY
     num_out, num_in = weight.shape
     return choose(load_table(folder / table_name(weight.device)), (op, num_out, num_in, rows))
@@ -70,14 +78,20 @@ def plan_medium_rows(
 
 def choose(table: dict[Key, MediumRowsPlan], key: Key) -> MediumRowsPlan:
     """Return the plan of the key's shape at as many rows as it has, or the next more."""
-    *shape, rows = key
-    entries = {entry[3]: plan for entry, plan in table.items() if list(entry[:3]) == shape}
+    op, num_out, num_in, rows = key
+    if rows <= MAX_ROWS:
+        return table.get((op, num_out, num_in, next_power_of_two(rows)), LIBRARY)
+    shape = (op, num_out, num_in)
+    entries = {entry[3]: plan for entry, plan in table.items() if entry[:3] == shape}
     tuned_rows = min((count for count in entries if count >= rows), default=None)
     return LIBRARY if tuned_rows is None else entries[tuned_rows]
 
 
 def most_medium_rows(places: Iterable[Place], folder: Path = FOLDER) -> int:
-    """Return up to how many rows the table has tiles for one of a layer's places, 0 for none."""
+    """Return up to how many rows the table has tiles for one of a layer's places, 0 for none.
+
+    The places are those of 17 rows and more; where the table has tiles below alone, it is 0 too.
+    """
     most = 0
     for op, weight in places:
         if can_tile(weight):
@@ -87,10 +101,17 @@ def most_medium_rows(places: Iterable[Place], folder: Path = FOLDER) -> int:
 
 
 def most_rows(table: dict[Key, MediumRowsPlan], op: str, num_out: int, num_in: int) -> int:
-    """Return the most rows at which the table has tiles for a shape, 0 for none."""
+    """Return the most rows, 17 or more, at which the table has tiles for a shape, 0 for none."""
     shape = (op, num_out, num_in)
     counts = [key[3] for key, plan in table.items() if key[:3] == shape and plan.kind == TILES]
-    return max(counts, default=0)
+    return max((count for count in counts if count > MAX_ROWS), default=0)
+
+
+def ops_at(rows: int) -> tuple[str, ...]:
+    """Return the ops that the table has at so many rows, none where it has no entries."""
+    if rows in FEW_ROWS:
+        return (NORM, PLAIN, GATED)
+    return (PLAIN, GATED, ADDED) if MAX_ROWS < rows <= MAX_MEDIUM_ROWS else ()
 
 
 def can_tile(weight: torch.Tensor) -> bool:
@@ -108,7 +129,9 @@ def table_name(device: torch.device) -> str:
 def load_table(path: Path) -> dict[Key, MediumRowsPlan]:
     """Return the plans in a table, none when there is no such file; ValueError on a bad entry."""
     table = read_table(path, MediumRowsPlan)
-    for (op, *_), plan in table.items():
-        if op not in OPS or plan.kind not in (TILES, CUBLAS):
-            raise ValueError(f"{path}: {op}, {plan.kind}; scripts/tune.py writes it anew")
+    for (op, _, _, rows), plan in table.items():
+        if op not in ops_at(rows) or plan.kind not in (TILES, CUBLAS):
+            raise ValueError(
+                f"{path}: {op} at {rows} rows, {plan.kind}; scripts/tune.py writes it anew"
+            )
     return table

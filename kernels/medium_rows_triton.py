@@ -6,15 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nanorunner.kernels.few_rows_plans import GATED
+from nanorunner.kernels.early_fetch import COPY_BYTES, EARLY_BYTES
+from nanorunner.kernels.few_rows_plans import GATED, NORM
 from nanorunner.kernels.medium_rows_kernels import join_kernel, join_norm_kernel, tiles_kernel
 from nanorunner.kernels.medium_rows_plans import TILES, MediumRowsPlan
 from nanorunner.kernels.pdl import can_overlap, launch_options
 from nanorunner.kernels.triton_support import next_power_of_two
 
-# Of a weight, fetched to L2 while the kernel before still runs: a quarter of an H200's cache.
-EARLY_BYTES = 16 << 20
-COPY_BYTES = 16  # what the copy engine moves at least, and how it wants its addresses aligned
 JOIN_COLUMNS = 256
 
 
@@ -30,7 +28,8 @@ def multiply(
 ) -> Product:
     """Launch tiles_kernel; where the plan has splits, neither bias nor gate is in the product yet.
 
-    x [rows, in], its rows may be strided; weight [out, in] contiguous; bias [out].
+    x [rows, in], its rows may be strided; weight [out, in] contiguous; bias [out]. x is normed
+    already where op is NORM; behind it comes decode attention, which reads KV early: so it is late.
     """
     rows, num_in = x.shape
     num_out = weight.shape[0]
@@ -69,6 +68,7 @@ def multiply(
         IS_SWAPPED=plan.is_swapped,
         IS_HELD=num_steps == 1,
         IS_EARLY=plan.is_early and is_aligned,
+        IS_LATE=op == NORM and not is_split,
         ROW_TILE=plan.row_tile,
         OUT_TILE=plan.out_tile,
         IN_TILE=plan.in_tile,
@@ -91,7 +91,10 @@ def early_columns(num_lines: int, share: int, item_bytes: int) -> int:
 
 
 def join(product: Product, bias: torch.Tensor | None, op: str, dtype: torch.dtype) -> torch.Tensor:
-    """Return the product of x and weight [rows, out], gated if op says so, out of its parts."""
+    """Return the product of x and weight [rows, out], gated if op says so, out of its parts.
+
+    Late, as multiply() is of one part, where op is NORM.
+    """
     if product.num_splits == 1:
         return product.parts
     parts = product.parts
@@ -105,6 +108,7 @@ def join(product: Product, bias: torch.Tensor | None, op: str, dtype: torch.dtyp
         num_units,
         HAS_BIAS=bias is not None,
         IS_GATED=op == GATED,
+        IS_LATE=op == NORM,
         SPLITS=product.num_splits,
         TILE=JOIN_COLUMNS,
         num_warps=2,

@@ -1,14 +1,15 @@
 """Find the fastest kernel and tile of each projection of few rows on this GPU, and keep a table.
 
     python scripts/tune.py [--models 0.6b,8b] [--tp 1,2] [--rows 1,8,16,4,2] [--seconds 190]
-    python scripts/tune.py --only medium --models 0.6b --tp 1 --seconds 120
+    python scripts/tune.py --only medium --models 0.6b --tp 1 [--rows 64,128] --seconds 120
 
 Every candidate of kernels/few_rows.py is checked (scripts/tune_check.py), then timed beside the
 vendor's library in a CUDA graph of many launches, each over another weight, together larger than
 the L2 cache; so launches follow one another as they do in a decode, programmatic dependent launch
 included. The best of each shape goes to configs/kernels/ (or --table), where kernels/few_rows_plans
-finds it; entries of other shapes stay. --only medium does the same for 17 to 128 rows
-(scripts/tune_medium.py), into a table of its own. --only decode,head times the fused kernels of
+finds it; entries of other shapes stay. --only medium does the same for tiles at 17 to 256 rows, and
+at 2, 4, 8 and 16 if --rows names them (scripts/tune_medium.py), into a table of its own, and keeps
+what makes a whole layer quicker. --only decode,head times the fused kernels of
 decode attention and of the sampled lm_head beside the launches that they replace.
 
 Kernels are compiled ahead in --jobs processes. When --seconds are over, what was found is written.
@@ -26,131 +27,31 @@ from concurrent.futures import ProcessPoolExecutor
 from datetime import datetime, timezone
 from multiprocessing import get_context
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanorunner.flags import Parser
-from nanorunner.kernels.few_rows_plans import (
-    CUBLAS,
-    FOLDER,
-    GATED,
-    MAX_ROWS,
-    NORM,
-    PLAIN,
-    ROWS,
-    FewRowsPlan,
-    gpu_name,
-    load_table,
-)
-from nanorunner.kernels.few_rows_triton import Norm, project_triton
-from nanorunner.kernels.medium_rows_plans import MAX_MEDIUM_ROWS
+from nanorunner.kernels.few_rows_plans import MAX_ROWS, load_table
+from nanorunner.kernels.medium_rows_plans import FEW_ROWS, MAX_MEDIUM_ROWS, ops_at
 
 if TYPE_CHECKING:
     from scripts.bench_engine import describe_machine, write
-    from scripts.tune_check import projection_truth
+    from scripts.tune_few import tune_rows
     from scripts.tune_fused import FAILURES, decode_lines, head_lines, warm, warm_tasks
     from scripts.tune_medium import tune_medium
-    from scripts.tune_models import MODELS, all_shapes
-    from scripts.tune_plans import LIBRARY, candidates
-    from scripts.tune_race import COMPILE_TIMEOUT_S, Race, compile_only, write_table
+    from scripts.tune_models import MODELS
+    from scripts.tune_race import COMPILE_TIMEOUT_S, compile_only
 else:  # a script's own folder is where Python looks first; it is no package
     from bench_engine import describe_machine, write
-    from tune_check import projection_truth
+    from tune_few import tune_rows
     from tune_fused import FAILURES, decode_lines, head_lines, warm, warm_tasks
     from tune_medium import tune_medium
-    from tune_models import MODELS, all_shapes
-    from tune_plans import LIBRARY, candidates
-    from tune_race import COMPILE_TIMEOUT_S, Race, compile_only, write_table
+    from tune_models import MODELS
+    from tune_race import COMPILE_TIMEOUT_S, compile_only
 
-EPS = 1e-6
 KINDS = ("rows", "decode", "head")
 MEDIUM = "medium"  # only when named
-FEW_ROWS = [1, 8, 16, 4, 2]
-
-
-def ops_of(tp: int) -> tuple[str, str, str, str]:
-    """Return what qkv, o, gate_up and down are at few rows (kernels/few_rows.py)."""
-    return NORM, PLAIN, GATED, PLAIN
-
-
-class Problem(NamedTuple):
-    """One projection of few rows, with inputs on the GPU."""
-
-    op: str
-    x: torch.Tensor
-    norm: Norm | None
-    weights: list[torch.Tensor]
-
-    def launch(self, weight: torch.Tensor, plan: FewRowsPlan) -> torch.Tensor:
-        """Run the projection once."""
-        is_gated = self.op == GATED
-        return project_triton(self.x, weight, None, plan, norm=self.norm, is_gated=is_gated)[0]
-
-    def first(self, plan: FewRowsPlan) -> torch.Tensor:
-        """Return what the first weight gives."""
-        return self.launch(self.weights[0], plan)
-
-    def truth(self) -> torch.Tensor:
-        """Return what first() should, in float64."""
-        norm = (None, None, 0.0) if self.norm is None else self.norm
-        return projection_truth(self.x, self.weights[0], *norm, is_gated=self.op == GATED)
-
-
-def problem(op: str, rows: int, num_out: int, num_in: int, sets: int) -> Problem:
-    """Return random inputs of about unit scale, and `sets` weights."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-    x = torch.randn((rows, num_in), **options)
-    norm = None
-    if op != PLAIN:
-        norm = Norm(
-            torch.randn((rows, num_in), **options), torch.rand(num_in, **options) + 0.5, EPS
-        )
-    shape = (num_out, num_in)
-    weights = [torch.randn(shape, **options).mul_(num_in**-0.5) for _ in range(sets)]
-    return Problem(op, x, norm, weights)
-
-
-def compile_plan(op: str, rows: int, num_out: int, num_in: int, plan: FewRowsPlan) -> None:
-    """Compile what a candidate launches, into the cache on disk; on empty buffers."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-    x, gain = torch.empty((rows, num_in), **options), torch.empty(num_in, **options)
-    norm = None if op == PLAIN else Norm(torch.empty_like(x), gain, EPS)
-    weight = torch.empty((num_out, num_in), **options)
-    project_triton(x, weight, None, plan, norm=norm, is_gated=op == GATED)
-
-
-def compiled_for(op: str, plan: FewRowsPlan, num_out: int, num_in: int, rows: int) -> object:
-    """Return what enters a plan's compiled kernels; shapes that agree in it share them."""
-    if plan.kind == CUBLAS:
-        return (plan.kind, num_in)  # the norm before it
-    share = rows if plan.kind == ROWS else rows <= 8
-    even = num_out % (plan.out_tile * (2 if op == GATED else 1)) == 0
-    return (op, plan, num_in, share, even)
-
-
-def plan_text(plan: FewRowsPlan) -> str:
-    """Return a plan in a few letters: dot:16x1024/2w8+norm."""
-    if plan.kind == CUBLAS:
-        return plan.kind
-    splits = f"/{plan.num_splits}" if plan.num_splits > 1 else ""
-    apart = "" if plan.is_fused else "-apart"
-    return f"{plan.kind}:{plan.out_tile}x{plan.in_tile}{splits}w{plan.num_warps}{apart}"
-
-
-def tune_rows(
-    args: argparse.Namespace, pool: ProcessPoolExecutor, end_s: float, result: dict[str, Any]
-) -> None:
-    """Measure the projections and write the table after each, so that nothing found is lost."""
-    path = args.table or FOLDER / f"{gpu_name(torch.device('cuda'))}.yaml"
-    table: dict[Any, Any] = {key: (plan, 0.0) for key, plan in load_table(path).items()}
-    shapes = all_shapes(args.models, args.tp, args.rows or FEW_ROWS, ops_of)
-    race = Race(LIBRARY, candidates, compile_plan, compiled_for, problem, plan_text)
-    for found in race.run(shapes, pool, end_s):
-        table[found.key] = (found.plan, found.us)
-        result["rows"].append(found.line)
-        write_table(path, table, "kernels/few_rows_plans.py")
-        write(result, args.out)
 
 
 def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
@@ -163,9 +64,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         raise ValueError(
             f"only {args.only}: {MEDIUM} has a table and a time of its own; run it alone"
         )
-    least, most = (MAX_ROWS + 1, MAX_MEDIUM_ROWS) if MEDIUM in kinds else (1, MAX_ROWS)
-    if args.rows and not all(least <= rows <= most for rows in args.rows):
-        raise ValueError(f"rows {args.rows}: choose from {least} to {most} with only {args.only}")
+    check_rows(args.rows or [], is_medium=MEDIUM in kinds)
     unknown = set(args.models) - set(MODELS)
     if unknown:
         raise ValueError(f"models {', '.join(unknown)}: choose from {', '.join(MODELS)}")
@@ -208,6 +107,16 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
     return result
+
+
+def check_rows(row_counts: list[int], *, is_medium: bool) -> None:
+    """Raise ValueError where a table has no entries of a row count."""
+    few = ", ".join(map(str, FEW_ROWS))
+    legal = f"{few}, {MAX_ROWS + 1} to {MAX_MEDIUM_ROWS}" if is_medium else f"1 to {MAX_ROWS}"
+    for rows in row_counts:
+        if not (ops_at(rows) if is_medium else 1 <= rows <= MAX_ROWS):
+            only = MEDIUM if is_medium else ",".join(KINDS)
+            raise ValueError(f"rows {rows}: choose from {legal} with --only {only}")
 
 
 def main(argv: list[str]) -> int:

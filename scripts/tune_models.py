@@ -41,17 +41,17 @@ def all_shapes(
     models: Iterable[str],
     tps: Iterable[int],
     rows_to_try: Iterable[int],
-    ops_of: Callable[[int], Iterable[str]],
+    ops_of: Callable[[int, int], Iterable[str]],
 ) -> Iterator[tuple[Shape, int]]:
     """Yield ((op, out, in), rows), each once, the most wanted first.
 
-    ops_of(tp): the ops of qkv, o, gate_up and down on one of so many ranks.
+    ops_of(tp, rows): the ops of qkv, o, gate_up and down on one of so many ranks.
     """
     seen = set()
     for rows in rows_to_try:
         for tp in tps:
             for name in models:
-                shapes = zip(ops_of(tp), layer_shapes(MODELS[name], tp), strict=True)
+                shapes = zip(ops_of(tp, rows), layer_shapes(MODELS[name], tp), strict=True)
                 for op, (num_out, num_in) in shapes:
                     shape = (op, num_out, num_in)
                     if (shape, rows) not in seen:

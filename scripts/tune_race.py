@@ -10,7 +10,7 @@ wrong, or does not compile, fit or run, is named and left out.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
+import yaml
 from triton.runtime.jit import JITFunction
 
 from nanorunner.kernels.few_rows_plans import Fields, Key, table_entry
@@ -37,6 +38,7 @@ COMPILE_TIMEOUT_S = 30.0
 FORMAT = "{:<5} {:>5} {:>5} {:>4} {:>5} {:>7}  {}"
 
 Plan = TypeVar("Plan", bound=Hashable)
+Kept = TypeVar("Kept", bound=Fields)
 Other = TypeVar("Other", bound=Hashable, contravariant=True)
 
 
@@ -70,7 +72,7 @@ class Result(NamedTuple):
 class Race(Generic[Plan]):
     """What to measure. The functions of compiling processes must be found by their module."""
 
-    library: Plan  # always measured, first
+    baseline: Plan  # what serves without a table; always measured, first
     candidates: Callable[[str, int, int, int], list[Plan]]  # op, rows, out, in
     compile_plan: Callable[[str, int, int, int, Plan], None]  # launches it; nothing runs
     # op, plan, out, in, rows: what enters a plan's kernels; shapes that agree in it share them
@@ -94,7 +96,7 @@ class Race(Generic[Plan]):
                 compiled[plan] = futures[same]
             work.append((shape, rows, compiled))
         print(f"{len(work)} shapes, {len(futures)} kernels to compile", flush=True)
-        print(FORMAT.format("op", "out", "in", "rows", "floor", "library", "best two (us)"))
+        print(FORMAT.format("op", "out", "in", "rows", "floor", "without", "best two (us)"))
         for shape, rows, plans in as_compiled(work, end_s):
             found = self.best_of(shape, rows, plans)
             if found is not None:
@@ -118,12 +120,12 @@ class Race(Generic[Plan]):
             except FAILURES as failure:
                 print(f"left out: {shape} {rows} {plan}: {str(failure)[:90]}", flush=True)
                 torch.cuda.synchronize()
-        if self.library not in times or len(times) < 2:
+        if self.baseline not in times or len(times) < 2:
             return None
         order = sorted(times, key=lambda plan: times[plan])
         floor_us = num_bytes / READ_BYTES_PER_S * 1e6
-        library_us = times[self.library]
-        cells = (op, num_out, num_in, rows, f"{floor_us:.1f}", f"{library_us:.1f}")
+        baseline_us = times[self.baseline]
+        cells = (op, num_out, num_in, rows, f"{floor_us:.1f}", f"{baseline_us:.1f}")
         texts = [f"{times[plan]:.2f} {self.text(plan)}" for plan in order[:2]]
         print(FORMAT.format(*cells, "  ".join(texts)), flush=True)
         line = {
@@ -132,7 +134,7 @@ class Race(Generic[Plan]):
             "in": num_in,
             "rows": rows,
             "floor_us": round(floor_us, 2),
-            "library_us": round(library_us, 2),
+            "baseline_us": round(baseline_us, 2),
             "plans": [[*_fields(plan), round(times[plan], 2)] for plan in order],
         }
         return Result((*shape, rows), order[0], times[order[0]], line)
@@ -191,8 +193,21 @@ def _fields(plan: Any) -> tuple[Any, ...]:
     return tuple(plan)
 
 
-def write_table(path: Path, table: dict[Key, tuple[Fields, float]], source: str) -> None:
-    """Write every entry, sorted, with the microseconds that it measured (0: in an earlier run)."""
+def measured(path: Path, plans: dict[Key, Kept]) -> dict[Key, tuple[Kept, float]]:
+    """Return a table's plans with the microseconds beside them in its file, 0 where there are none.
+
+    So what write_table() writes again is what an earlier run measured.
+    """
+    entries = yaml.safe_load(path.read_text(encoding="utf-8")) if path.is_file() else None
+    times = {
+        (entry["op"], entry["out"], entry["in"], entry["rows"]): float(entry.get("us", 0.0))
+        for entry in entries or []
+    }
+    return {key: (plan, times[key]) for key, plan in plans.items()}
+
+
+def write_table(path: Path, table: Mapping[Key, tuple[Fields, float]], source: str) -> None:
+    """Write every entry, sorted, with the microseconds that it measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [table_entry(key, *found) for key, found in sorted(table.items())]
     head = f"# Written by scripts/tune.py; see {source}.\n"

@@ -98,7 +98,8 @@ def compile_instead(
         line |= {"registers": registers, "spilled": spilled} | describe(kernel.asm["ptx"])
         if self.fn.__name__ == "_best_of_tile":
             line |= {"instructions": num_instructions(kernel.asm["cubin"]), "tile": kwargs["TILE"]}
-        print(json.dumps(line), flush=True)
+        # One write a line, also where Python does not buffer: two processes print.
+        print(json.dumps(line) + "\n", end="", flush=True)
 
     JITFunction.run = run
 

@@ -12,7 +12,8 @@ import re
 import torch
 from compile_kernels import compile_instead
 
-from nanorunner.kernels.few_rows_plans import GATED, PLAIN
+from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, NORM, PLAIN
+from nanorunner.kernels.few_rows_triton import Norm, project_triton
 from nanorunner.kernels.medium_rows import gate_up_silu, linear_add_norm, linear_medium
 from nanorunner.kernels.medium_rows_plans import ADDED, TILES, MediumRowsPlan
 
@@ -27,6 +28,14 @@ CASES = [
     (GATED, 64, 6144, 1024, MediumRowsPlan(TILES, 64, 64, 128, 1, 4, 3)),
     (GATED, 128, 24576, 4096, MediumRowsPlan(TILES, 128, 256, 64, 1, 8, 2, is_swapped=True)),
     (GATED, 32, 3072, 1024, MediumRowsPlan(TILES, 32, 64, 512, 2, 8, 1)),
+    (ADDED, 256, 1024, 3072, MediumRowsPlan(TILES, 128, 64, 64, 4, 4, 4)),
+    (GATED, 192, 6144, 1024, MediumRowsPlan(TILES, 64, 128, 64, 1, 8, 6)),
+    (GATED, 16, 24576, 4096, MediumRowsPlan(TILES, 16, 64, 128, 1, 4, 5, is_swapped=True)),
+    (GATED, 8, 12288, 4096, MediumRowsPlan(TILES, 16, 128, 256, 1, 4, 2, is_swapped=True)),
+    (NORM, 16, 6144, 4096, MediumRowsPlan(TILES, 16, 64, 256, 2, 4, 4, is_swapped=True)),
+    (NORM, 2, 3072, 4096, MediumRowsPlan(TILES, 16, 64, 128, 1, 4, 8, is_swapped=True)),
+    (PLAIN, 16, 4096, 4096, MediumRowsPlan(TILES, 16, 64, 1024, 4, 8, 1, is_swapped=True)),
+    (NORM, 16, 6144, 4096, MediumRowsPlan(TILES, 16, 32, 256, 1, 4, 4)),
 ]
 
 
@@ -40,11 +49,16 @@ def compile_case(op: str, rows: int, num_out: int, num_in: int, plan: MediumRows
         "fetches": 0 if is_held or not plan.is_early else 2 if op == GATED else 1,
         "has_wgmma": plan.row_tile >= 64 or plan.is_swapped,
         "has_copies": not is_held,
+        # decode attention comes next and reads KV early; of parts, the join lets it start
+        "is_late": op == NORM and plan.num_splits == 1,
     }
     print(json.dumps(wanted))
     x = torch.empty(rows, num_in, dtype=torch.bfloat16)
     weight, residual = x.new_empty(num_out, num_in), x.new_empty(rows, num_out)
-    if op == GATED:
+    if rows <= MAX_ROWS:
+        norm = None if op == PLAIN else Norm(None, x[0], 1e-6)
+        project_triton(x, weight, None, plan, norm=norm, is_gated=op == GATED)
+    elif op == GATED:
         gate_up_silu(x, weight, None, plan)
     elif op == ADDED:
         linear_add_norm(x, weight, None, residual, residual[0], 1e-6, plan)
@@ -60,6 +74,7 @@ def describe(ptx: str) -> dict[str, object]:
         "fetches": before.count("cp.async.bulk.prefetch.L2.global"),
         "has_wgmma": "wgmma.mma_async" in after,
         "has_copies": "cp.async.c" in after,
+        "is_late": "griddepcontrol.launch_dependents" not in before,
     }
 
 

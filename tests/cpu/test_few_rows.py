@@ -31,6 +31,8 @@ from nanorunner.kernels.few_rows_plans import (
 from nanorunner.kernels.few_rows_triton import Norm, project_triton
 from nanorunner.kernels.linear import linear
 
+pytestmark = pytest.mark.beside
+
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLANS = {

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from compiling_process import run_compiling
 
+pytestmark = pytest.mark.beside
+
 FOLDER = Path(__file__).parent
 
 

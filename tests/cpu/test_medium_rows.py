@@ -1,4 +1,4 @@
-"""Projections of 17 to 128 rows: every kind of plan returns what plain PyTorch returns."""
+"""Projections of 2 to 256 rows: every kind of plan returns what plain PyTorch returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import torch
 import torch.nn.functional as F
 from kernel_cases import TOLERANCE, normal, poison
 
-from nanorunner.kernels.few_rows_plans import GATED, PLAIN, table_entry
+from nanorunner.kernels.early_fetch import EARLY_BYTES
+from nanorunner.kernels.few_rows import (
+    add_norm_gate_up_silu_reference,
+    add_norm_linear_reference,
+)
+from nanorunner.kernels.few_rows_plans import FOLDER, GATED, NORM, PLAIN, FewRowsPlan, table_entry
+from nanorunner.kernels.few_rows_triton import Norm, choose_plan, project_triton
 from nanorunner.kernels.medium_rows import (
     gate_up_silu,
     gate_up_silu_reference,
@@ -20,15 +26,19 @@ from nanorunner.kernels.medium_rows import (
 from nanorunner.kernels.medium_rows_plans import (
     ADDED,
     LIBRARY,
+    MAX_MEDIUM_ROWS,
     TILES,
     MediumRowsPlan,
     choose,
     load_table,
     most_medium_rows,
     most_rows,
+    ops_at,
     plan_medium_rows,
 )
-from nanorunner.kernels.medium_rows_triton import EARLY_BYTES, early_columns
+from nanorunner.kernels.medium_rows_triton import early_columns
+
+pytestmark = pytest.mark.beside
 
 EPS = 1e-5
 # Rows that fill no tile but for 64 and 128; 37 and 100 fill none either.
@@ -43,6 +53,8 @@ CASES = {
     "more shares than steps": (33, 37, 100, MediumRowsPlan(TILES, 64, 64, 64, 8)),
     "even tiles": (128, 64, 128, MediumRowsPlan(TILES, 128, 64, 64)),
     "one unit, one column": (17, 1, 1, MediumRowsPlan(TILES, 32, 32, 16)),
+    "four tiles of rows": (200, 37, 100, MediumRowsPlan(TILES, 64, 64, 64, 2)),
+    "256 rows, swapped": (256, 64, 128, MediumRowsPlan(TILES, 128, 64, 64, is_swapped=True)),
 }
 with_case = pytest.mark.parametrize(
     ("rows", "num_out", "num_in", "plan"), CASES.values(), ids=CASES.keys()
@@ -70,6 +82,38 @@ def poison_outputs(rows: int, num_out: int, plan: MediumRowsPlan, dtype: torch.d
     """Leave NaN where the output, and where the parts, will likely be."""
     poison((rows, num_out), dtype)
     poison((plan.num_splits, rows, num_out), torch.float32)
+
+
+# Of 2 to 16 rows; the second tile has more rows of the weight than there are.
+FEW_CASES = {
+    "steps": (16, 37, 100, MediumRowsPlan(TILES, 16, 64, 32, is_swapped=True)),
+    "large tiles": (3, 37, 100, MediumRowsPlan(TILES, 16, 128, 64, is_swapped=True)),
+    "held": (8, 64, 128, MediumRowsPlan(TILES, 16, 64, 128, is_swapped=True)),
+    "shares": (16, 64, 128, MediumRowsPlan(TILES, 16, 64, 32, 2, is_swapped=True)),
+    "shares held": (2, 37, 100, MediumRowsPlan(TILES, 16, 64, 64, 2, is_swapped=True)),
+    "x first": (5, 37, 100, MediumRowsPlan(TILES, 16, 32, 32)),
+}
+
+
+@pytest.mark.parametrize(("rows", "num_out", "num_in", "plan"), FEW_CASES.values(), ids=FEW_CASES)
+@pytest.mark.parametrize("op", [NORM, GATED, PLAIN])
+def test_the_places_of_few_rows_equal_their_references(
+    op: str, rows: int, num_out: int, num_in: int, plan: MediumRowsPlan
+) -> None:
+    x, weight, bias = inputs(rows, 2 * num_out if op == GATED else num_out, num_in)
+    residual, gain = normal(rows, num_in + 5)[:, :num_in], normal(num_in)
+    before = residual.clone()
+    poison_outputs(rows, len(weight), plan, x.dtype)
+    norm = None if op == PLAIN else Norm(residual, gain, EPS)
+    actual, total = project_triton(x, weight, bias, plan, norm=norm, is_gated=op == GATED)
+    if op == PLAIN:
+        expected, expected_total = F.linear(x, weight, bias), x
+    else:
+        reference = add_norm_gate_up_silu_reference if op == GATED else add_norm_linear_reference
+        expected, expected_total = reference(x, residual, gain, EPS, weight, bias)
+    assert_same(actual, expected)
+    assert torch.equal(total, expected_total)
+    assert torch.equal(residual, before), "other programs still read it"
 
 
 @with_case
@@ -163,6 +207,39 @@ def test_a_row_count_between_two_entries_takes_the_larger_ones_plan() -> None:
     assert most_rows({(PLAIN, 64, 32, 64): LIBRARY}, PLAIN, 64, 32) == 0
 
 
+def test_few_rows_take_the_entry_of_the_next_power_of_two_and_no_larger_one() -> None:
+    small, large = MediumRowsPlan(TILES, 16, is_swapped=True), MediumRowsPlan(TILES, 32)
+    table = {(NORM, 64, 32, 8): small, (PLAIN, 64, 32, 16): LIBRARY, (PLAIN, 64, 32, 24): large}
+    chosen = {rows: choose(table, (NORM, 64, 32, rows)) for rows in (1, 4, 5, 8, 9, 16)}
+    assert chosen == {1: LIBRARY, 4: LIBRARY, 5: small, 8: small, 9: LIBRARY, 16: LIBRARY}
+    assert choose(table, (PLAIN, 64, 32, 12)) == LIBRARY
+    assert choose(table, (PLAIN, 64, 32, 4)) == LIBRARY, "24 rows' tiles were not measured at 4"
+    assert choose(table, (PLAIN, 64, 32, 17)) == large
+    assert most_rows(table, NORM, 64, 32) == 0, "no road of more rows begins there"
+    assert most_rows(table, PLAIN, 64, 32) == 24
+
+
+def test_without_tiles_few_rows_take_the_plan_of_their_own_table() -> None:
+    weight = normal(64, 32)
+    plan = choose_plan(NORM, 8, weight)
+    assert isinstance(plan, FewRowsPlan)
+
+
+def test_every_row_count_that_is_served_has_its_ops() -> None:
+    assert [rows for rows in range(18) if ops_at(rows)] == [2, 4, 8, 16, 17]
+    assert ops_at(MAX_MEDIUM_ROWS) == ops_at(17)
+    assert not ops_at(MAX_MEDIUM_ROWS + 1)
+
+
+def test_the_measured_tables_are_valid() -> None:
+    for path in FOLDER.glob("*-medium.yaml"):
+        table = load_table(path)
+        assert table
+        for key, plan in table.items():
+            assert choose(table, key) == plan
+            assert plan.out_tile <= 64 * plan.num_warps
+
+
 def test_a_table_reads_back_what_was_written(tmp_path: Path) -> None:
     table = {
         (ADDED, 1024, 2048, 64): MediumRowsPlan(TILES, 64, 64, 256, 8, 4, 1, True, False),
@@ -177,7 +254,10 @@ def test_a_table_reads_back_what_was_written(tmp_path: Path) -> None:
     ("entry", "words"),
     [
         ("{op: plain, out: 4, in: 4, rows: 24, kind: tiles, row_tyle: 64}", "row_tyle"),
-        ("{op: norm, out: 4, in: 4, rows: 24, kind: tiles}", "norm"),
+        ("{op: norm, out: 4, in: 4, rows: 24, kind: tiles}", "norm at 24"),
+        ("{op: added, out: 4, in: 4, rows: 16, kind: tiles}", "added at 16"),
+        ("{op: plain, out: 4, in: 4, rows: 12, kind: tiles}", "plain at 12"),
+        ("{op: plain, out: 4, in: 4, rows: 257, kind: tiles}", "plain at 257"),
         ("{op: plain, out: 4, in: 4, rows: 24, kind: dot}", "dot"),
     ],
 )

@@ -1,19 +1,23 @@
-"""A decode of 17 to 128 rows gives the same logits on its own road as on every other step's."""
+"""A decode of 2 to 256 rows gives the same logits with tiles as on every other step's road."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from decoder_harness import Ranks, runner_config
 
+from nanorunner.kernels.few_rows_triton import Norm, project_triton
 from nanorunner.kernels.medium_rows import gate_up_silu, linear_add_norm, linear_medium
 from nanorunner.kernels.medium_rows_plans import TILES, MediumRowsPlan
 from nanorunner.presets import load_preset
 from nanorunner.workers.architectures import parse
+
+pytestmark = pytest.mark.beside
 
 ROWS = 20
 INTERPRETER = threading.Lock()  # the ranks are threads here, and it serves one at a time
@@ -68,8 +72,41 @@ def test_with_tiles_the_logits_are_the_same(tp: int, plan: MediumRowsPlan) -> No
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_with_tiles_few_rows_give_the_same_logits(tp: int, num_splits: int) -> None:
+    rows = 5
+    plan = MediumRowsPlan(TILES, 16, 64, 32, num_splits, is_swapped=True)
+
+    def project(
+        x: torch.Tensor, norm: Norm | None, weight: torch.Tensor, bias: Any, is_gated: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = weight.to_dense() if weight.is_mkldnn else weight
+        with INTERPRETER:
+            return project_triton(x, weight, bias, plan, norm=norm, is_gated=is_gated)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        return project(x, None, weight, bias, False)[0]
+
+    def normed(x: torch.Tensor, *places: Any, is_gated: bool = False) -> Any:
+        *norm, weight, bias = places
+        return project(x, Norm(*norm), weight, bias, is_gated)
+
+    expected = decode(new_ranks(tp), rows)
+    road = new_ranks(
+        tp,
+        has_few_rows=True,
+        max_medium_rows=ROWS,
+        linear_few=plain,
+        add_norm_linear=normed,
+        add_norm_gate_up_silu=partial(normed, is_gated=True),
+    )
+    torch.testing.assert_close(decode(road, rows), expected, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize(
-    ("rows", "max_medium_rows", "is_taken"), [(20, 20, True), (20, 19, False), (17, 128, True)]
+    ("rows", "max_medium_rows", "is_taken"),
+    [(20, 20, True), (20, 19, False), (17, 256, True), (16, 256, False)],
 )
 def test_only_as_many_rows_as_were_measured_take_it(
     rows: int, max_medium_rows: int, is_taken: bool

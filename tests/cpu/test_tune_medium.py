@@ -1,4 +1,4 @@
-"""What scripts/tune.py measures at 17 to 128 rows: plans that run, and a check that can fail."""
+"""What scripts/tune.py measures at 2 to 256 rows: plans that run, and a check that can fail."""
 
 from __future__ import annotations
 
@@ -10,28 +10,45 @@ import pytest
 import torch
 from kernel_cases import normal
 
-from nanorunner.kernels.few_rows_plans import GATED, PLAIN
-from nanorunner.kernels.medium_rows_plans import ADDED, LIBRARY, TILES, MediumRowsPlan
+from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, NORM, PLAIN, FewRowsPlan
+from nanorunner.kernels.few_rows_triton import Norm
+from nanorunner.kernels.medium_rows_plans import (
+    ADDED,
+    FEW_ROWS,
+    LIBRARY,
+    TILES,
+    MediumRowsPlan,
+    ops_at,
+)
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))  # as for a script that runs there
 
+from scripts import tune_few  # noqa: E402
+from scripts.tune import check_rows  # noqa: E402
 from scripts.tune_check import excess  # noqa: E402
-from scripts.tune_medium import ROWS, Problem, compiled_for, ops_of  # noqa: E402
+from scripts.tune_layers import ops_of  # noqa: E402
+from scripts.tune_medium import ROWS, Problem, compiled_for  # noqa: E402
 from scripts.tune_medium_plans import candidates, predicted_us  # noqa: E402
 from scripts.tune_models import MODELS, all_shapes  # noqa: E402
 
+pytestmark = pytest.mark.beside
+
 SHARED_LIMIT_BYTES = 227 * 1024  # what one thread block may have on Hopper
-MAX_CANDIDATES = 26  # about 50 ms each on a GPU: 24 (shape, rows) of a model in half a minute
-SHAPES = list(all_shapes(MODELS, (1, 2), ROWS, ops_of))
+NEW_ROWS = (*FEW_ROWS, 192, 256)
+# About 50 ms each on a GPU: 24 (shape, rows) of a model in half a minute.
+MAX_CANDIDATES = dict.fromkeys(ROWS, 26) | dict.fromkeys(NEW_ROWS, 18)
+SHAPES = list(all_shapes(MODELS, (1, 2), MAX_CANDIDATES, ops_of))
 
 
-@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("rows", MAX_CANDIDATES)
 def test_every_candidate_fits_a_program_and_the_shape(rows: int) -> None:
     for (op, num_out, num_in), _ in (case for case in SHAPES if case[1] == rows):
         plans = candidates(op, rows, num_out, num_in)
         assert plans[0] == LIBRARY
-        assert 8 < len(plans) <= MAX_CANDIDATES
+        assert op in ops_at(rows)
+        least = 4 if rows <= MAX_ROWS else 8  # 0.6b's o on two ranks has few columns to share
+        assert least < len(plans) <= MAX_CANDIDATES[rows]
         assert len(set(plans)) == len(plans)
         for plan in plans[1:]:
             share = num_in // plan.num_splits
@@ -41,6 +58,8 @@ def test_every_candidate_fits_a_program_and_the_shape(rows: int) -> None:
             in_flight = plan.num_stages * (plan.row_tile + plan.out_tile) * plan.in_tile * 2
             assert in_flight <= SHARED_LIMIT_BYTES
             assert plan.out_tile <= 32 * plan.num_warps
+            assert plan.row_tile == 16 if rows <= MAX_ROWS else plan.row_tile in (32, 64, 128)
+            assert plan.out_tile >= 64 or not plan.is_swapped, "lines that the instruction has"
             assert predicted_us(op, rows, num_out, num_in, plan) > 2 * num_out * num_in / 4.48e6
 
 
@@ -59,6 +78,41 @@ def test_a_narrow_weight_is_split_and_one_wave_is_preferred() -> None:
     assert best.num_splits > 1
     programs = -(-1024 // best.out_tile) * best.num_splits * -(-64 // best.row_tile)
     assert 100 < programs <= 132
+
+
+def test_few_rows_try_the_weight_first_in_pieces_of_several_lengths() -> None:
+    for rows in FEW_ROWS:
+        plans = candidates(GATED, rows, 24576, 4096)[1:]
+        assert plans[0].is_swapped
+        assert plans[0].out_tile == 64
+        assert {64, 128, 256, 512} <= {plan.in_tile for plan in plans if plan.is_swapped}
+        assert any(not plan.is_early for plan in plans)
+
+
+def test_four_row_counts_of_a_model_take_half_a_minute() -> None:
+    for name in MODELS:
+        kernels, num_plans = set(), 0
+        for (op, num_out, num_in), rows in all_shapes([name], [1], (8, 16, 192, 256), ops_of):
+            for plan in candidates(op, rows, num_out, num_in):
+                kernels.add(compiled_for(op, plan, num_out, num_in, rows))
+                num_plans += 1
+        # a second a kernel on 14 processes, and 60 ms a plan on the GPU
+        assert len(kernels) / 14 + 0.06 * num_plans < 25, name
+
+
+def test_what_a_kernel_is_compiled_for_knows_the_norm_beside_it() -> None:
+    plan = MediumRowsPlan(TILES, 16, 64, 128, is_swapped=True)
+    assert compiled_for(NORM, plan, 64, 512, 8) == compiled_for(NORM, plan, 128, 512, 16)
+    assert compiled_for(NORM, plan, 64, 512, 8) != compiled_for(NORM, plan, 64, 1024, 8)
+    assert compiled_for(NORM, LIBRARY, 64, 512, 8) != compiled_for(NORM, LIBRARY, 64, 512, 16)
+
+
+def test_row_counts_without_entries_are_refused() -> None:
+    check_rows([2, 8, 16, 17, 192, 256], is_medium=True)
+    check_rows([1, 3, 16], is_medium=False)
+    for rows, is_medium in ((1, True), (12, True), (257, True), (17, False)):
+        with pytest.raises(ValueError, match=f"rows {rows}: choose from"):
+            check_rows([8, rows], is_medium=is_medium)
 
 
 def test_few_kernels_are_compiled_for_many_shapes() -> None:
@@ -91,3 +145,14 @@ def test_the_check_passes_what_is_right_and_finds_a_lost_share(op: str, num_spli
     never = case.first(LIBRARY)
     never[3, 5] = torch.nan
     assert excess(never, case.truth()) > 1.0
+
+
+@pytest.mark.parametrize("op", [NORM, PLAIN, GATED])
+def test_without_tiles_a_problem_of_few_rows_is_what_their_own_table_says(op: str) -> None:
+    weight = (normal(64, 256) * 256**-0.5).half()
+    x, residual = normal(4, 256).half(), normal(4, 256).half()
+    norm = None if op == PLAIN else Norm(residual, normal(256).abs().half(), 1e-6)
+    case = tune_few.Problem(op, x, norm, [weight])
+    assert isinstance(tune_few.baseline(op, 4, weight, LIBRARY), FewRowsPlan)
+    for plan in (LIBRARY, MediumRowsPlan(TILES, 16, 64, 64, is_swapped=True)):
+        assert excess(case.first(plan), case.truth()) <= 1.0

@@ -19,7 +19,9 @@ from nanorunner.kernels.few_rows import (
     serves,
 )
 from nanorunner.kernels.few_rows_plans import CUBLAS, DOT, ROWS, FewRowsPlan
+from nanorunner.kernels.few_rows_triton import AnyPlan
 from nanorunner.kernels.fused_decode import fused_decode
+from nanorunner.kernels.medium_rows_plans import TILES, MediumRowsPlan
 
 EPS = 1e-6
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 6e-2, torch.float16: 8e-3}
@@ -33,6 +35,11 @@ PLANS = {
     "dot, norm apart": FewRowsPlan(DOT, 32, 128, 1, 4, is_fused=False),
     "dot in 4 shares": FewRowsPlan(DOT, 16, 128, 4, 4),
     "library": FewRowsPlan(CUBLAS, is_fused=False),
+    "tiles": MediumRowsPlan(TILES, 16, 64, 128, 1, 4, 5, is_swapped=True),
+    "tiles in long pieces": MediumRowsPlan(TILES, 16, 128, 256, 1, 4, 3, is_swapped=True),
+    "tiles in 2 shares": MediumRowsPlan(TILES, 16, 64, 256, 2, 4, 2, is_swapped=True),
+    "tiles, held": MediumRowsPlan(TILES, 16, 64, 256, 4, 8, 1, is_swapped=True),
+    "tiles, x first": MediumRowsPlan(TILES, 16, 32, 128, 1, 4, 4),
 }
 
 
@@ -41,14 +48,14 @@ PAIRS = [
     pytest.param(plan, dtype, id=f"{name}, {dtype}")
     for name, plan in PLANS.items()
     for dtype in TOLERANCE
-    if plan is None or plan.kind != DOT or dtype != torch.float32
+    if plan is None or plan.kind not in (DOT, TILES) or dtype != torch.float32
 ]
 
 
 @pytest.mark.parametrize(("plan", "dtype"), PAIRS)
 @pytest.mark.parametrize(("out", "num_in"), [(2048, 1024), (1001, 1030)])
 def test_every_plan_equals_pytorch(
-    out: int, num_in: int, plan: FewRowsPlan | None, dtype: torch.dtype
+    out: int, num_in: int, plan: AnyPlan | None, dtype: torch.dtype
 ) -> None:
     weight = (normal(2 * out, num_in) * num_in**-0.5).to(dtype)
     gain, bias = normal(num_in, dtype=dtype), normal(2 * out, dtype=dtype)
@@ -72,7 +79,8 @@ def test_every_plan_equals_pytorch(
 class Chain:
     """Two layers whose kernels all overlap, with a slow producer before each of them."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, rows: int, plan: AnyPlan | None) -> None:
+        self.plan = plan
         self.cases = [
             fused_case([513 + 100 * i for i in range(rows)], (16, 8, 128), torch.bfloat16)
             for _ in range(2)
@@ -96,26 +104,39 @@ class Chain:
         x, residual = slow_copy(source, self.x), source
         for (qkv, o, gate_up, down), case in zip(self.weights, self.cases, strict=True):
             done()
-            h, residual = add_norm_linear(x, residual, self.gain, EPS, qkv)
+            h, residual = add_norm_linear(x, residual, self.gain, EPS, qkv, None, self.plan)
             done()
             # It reads KV early, so the qkv projection comes right before.
             attended = fused_decode(**(case.arguments | {"qkv": h}))
             done()
-            x = linear_few(attended.view(len(source), -1), o)
+            x = linear_few(attended.view(len(source), -1), o, None, self.plan)
             done()
             x = slow_copy(x, self.late)
             done()
-            h, residual = add_norm_gate_up_silu(x, residual, self.gain, EPS, gate_up)
+            norm = (self.gain, EPS)
+            h, residual = add_norm_gate_up_silu(x, residual, *norm, gate_up, None, self.plan)
             done()
-            x = slow_copy(linear_few(h, down), self.x)
+            x = slow_copy(linear_few(h, down, None, self.plan), self.x)
         done()
         return x.clone()
 
 
 @pytest.mark.limit(120)
-@pytest.mark.parametrize("rows", [1, 3, 16])
-def test_a_thousand_replays_of_overlapping_kernels_never_differ(rows: int) -> None:
-    chain = Chain(rows)
+@pytest.mark.parametrize(
+    ("rows", "name"),
+    [
+        (1, None),
+        (3, None),
+        (16, None),
+        (16, "tiles"),
+        (7, "tiles in 2 shares"),
+        (16, "tiles, held"),
+    ],
+)
+def test_a_thousand_replays_of_overlapping_kernels_never_differ(
+    rows: int, name: str | None
+) -> None:
+    chain = Chain(rows, None if name is None else PLANS[name])
     sources = [normal(rows, 1024 + i, dtype=torch.bfloat16)[:, :1024].contiguous() for i in (0, 1)]
     expected = [chain.run(source, in_turn=True) for source in sources]
     graphs, outputs = [], []

@@ -1,4 +1,4 @@
-"""Projections of 17 to 128 rows on a GPU: real shapes and plans, and launches that overlap."""
+"""Projections of 17 to 256 rows on a GPU: real shapes and plans, and launches that overlap."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_every_plan_equals_pytorch(name: str, dtype: torch.dtype, shape: tuple[i
     weight = (normal(2 * out, num_in) * num_in**-0.5).to(dtype)
     gain, bias = normal(2 * out, dtype=dtype), normal(2 * out + 1, dtype=dtype)[1:]
     limits: dict[str, Any] = {"rtol": TOLERANCE[dtype], "atol": TOLERANCE[dtype]}
-    for rows in (17, 33, 64, 100, 128):
+    for rows in (17, 33, 64, 100, 128, 200, 256):
         x = normal(rows, num_in + 16, dtype=dtype)[:, :num_in]
         linear = F.linear(x, weight, bias)
         torch.testing.assert_close(linear_medium(x, weight, bias, plan), linear, **limits)

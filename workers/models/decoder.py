@@ -169,7 +169,8 @@ class Decoder:
     ) -> torch.Tensor:
         """forward() for few rows on a GPU: norms and gate are folded into the projections.
 
-        There the gaps between kernels weigh as much as the kernels (kernels/few_rows.py).
+        There the gaps between kernels weigh as much as the kernels. Which kernel multiplies, one of
+        kernels/few_rows.py or the tiles of decode_medium(), is their tables' choice.
         """
         eps = self.model.rms_norm_eps
         x, residual = self.embed_tokens(input_ids), None

@@ -27,5 +27,3 @@ class AttentionBatch(NamedTuple):
     # Places of one request, one token each, attend to KV that others of them bring in this step:
     # it must all be written before any is read.
     places_share_kv: bool = False
-    # All begin at position 0, and FlashAttention 2 is to attend (whole_prompt_attention.py).
-    are_whole_prompts: bool = False

@@ -4,9 +4,8 @@
     self_attention(qkv, plan, k_cache, v_cache)   once a layer
 
 On a GPU the plan is nothing. A layer is two steps, or one (fused_decode.py) for a decode that does
-not fill the device. Whole prompts may attend in qkv, without the cache (whole_prompt_attention.py).
-On a CPU the two references make about 60 tensor operations a layer; with a host plan (host_plan.py)
-a decode makes about 20.
+not fill the device. On a CPU the two references make about 60 tensor operations a layer; with
+a host plan (host_plan.py) a decode makes about 20.
 
 kernels/rope_kv_write.py and kernels/attention.py define the result; here is only a shorter way.
 """
@@ -25,7 +24,6 @@ from nanorunner.kernels.fused_decode import fused_decode
 from nanorunner.kernels.host_plan import DecodePlan, HostPlan, Prompts, plan_host
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
 from nanorunner.kernels.triton_support import num_processors
-from nanorunner.kernels.whole_prompt_attention import takes, whole_prompt_attention
 
 
 class HeadShape(NamedTuple):
@@ -95,11 +93,6 @@ def self_attention(
     else:
         _rotate(qkv, plan.host, shape, q_norm, k_norm, eps)
         _write_kv(k, v, plan.host, k_cache, v_cache)
-    # A draft model follows in the target's batch and dtype, but with heads of its own.
-    if plan.batch.are_whole_prompts and takes(shape.head_dim):
-        q, k, v = (x.view(num_tokens, -1, shape.head_dim) for x in (q, k, v))
-        return whole_prompt_attention(q, k, v, plan.batch, scale).view(num_tokens, -1)
-    if plan.host is not None:
         if plan.host.decode is not None:
             return _decode(q, plan.host.decode, k_cache, v_cache, scale)
         if plan.host.prompts is not None:

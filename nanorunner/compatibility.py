@@ -67,13 +67,6 @@ TABLE = (
     Feature("prompt_logprobs", False, True, "as above; such a prompt takes no prefix-cache hit"),
     Feature("embed", False, True, "pooling last or mean"),
     Feature("async_depth", False, True, "steps in flight above 1"),
-    Feature(
-        "attention_backend",
-        True,
-        True,
-        "triton+fa2, which auto takes from compute 8.0 on, in 16 bits: steps of whole prompts by "
-        "the FlashAttention 2 inside torch, all else by our kernels",
-    ),
     Feature("speculative", False, True, "ngram or draft; the ids stay those of plain decoding"),
 )
 

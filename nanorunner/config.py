@@ -23,7 +23,7 @@ CHOICES = {
     "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16", "float16"),
     "load_format": ("auto", "safetensors", "dummy"),
-    "attention_backend": ("auto", "torch", "triton", "triton+fa2", "flash_attn"),
+    "attention_backend": ("auto", "torch", "triton", "flash_attn"),
     "all_reduce": ("auto", "nccl", "peer"),
 }
 
@@ -55,7 +55,7 @@ class Config:
     device: str = "auto"  # auto | cpu | cuda
     dtype: str = "auto"  # auto | float32 | bfloat16 | float16
     load_format: str = "auto"  # auto | safetensors | dummy
-    attention_backend: str = "auto"  # auto | torch | triton | triton+fa2 | flash_attn
+    attention_backend: str = "auto"  # auto | torch | triton | flash_attn
     all_reduce: str = "auto"  # of small tensors on GPUs: auto | nccl | peer
     enforce_eager: bool = False
     batch_invariant: bool = False  # slower; a request's ids never depend on its neighbours
@@ -185,7 +185,7 @@ def _check_pairs(config: Config) -> None:
             f"({config.max_num_seqs}) rows beside the next one's; use {2 * config.max_num_seqs} "
             f"or more"
         )
-    if config.device == "cpu" and config.attention_backend not in ("auto", "torch"):
+    if config.device == "cpu" and config.attention_backend in ("triton", "flash_attn"):
         raise ValueError(
             f"attention_backend {config.attention_backend}: needs an NVIDIA GPU; with device cpu "
             f"use torch or auto"

@@ -21,8 +21,7 @@ ENGINE_HELP = {
     "device": "where to run",
     "dtype": "of weights and arithmetic",
     "load_format": "dummy: random weights, nothing downloaded",
-    "attention_backend": "who computes attention; triton is ours alone, triton+fa2 gives whole "
-    "prompts to the FlashAttention 2 inside torch",
+    "attention_backend": "who computes attention",
     "all_reduce": "who adds up small tensors of several GPUs; auto takes peer memory if it works",
     "enforce_eager": "capture no CUDA graphs",
     "batch_invariant": "slower kernels, whose results never depend on what else is in the batch",

@@ -33,8 +33,7 @@ class Machine:
     cores: int
     free_memory_bytes: int
     has_triton: bool
-    has_flash_attn: bool  # the package
-    has_torch_flash: bool  # FlashAttention 2 inside torch
+    has_flash_attn: bool
 
 
 def probe() -> Machine:
@@ -50,7 +49,6 @@ def probe() -> Machine:
             importlib.util.find_spec(name) is not None
             for name in ("flash_attn", "flash_attn_interface")
         ),
-        has_torch_flash=torch.backends.cuda.is_flash_attention_available(),
     )
 
 

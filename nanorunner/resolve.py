@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from nanorunner.compatibility import note
 from nanorunner.config import Config, check
-from nanorunner.kernels.whole_prompt_attention import MIN_CAPABILITY, MIN_QUERY_LEN, takes
 from nanorunner.machine import Machine, probe
 from nanorunner.model_source import ModelSource, resolve_model
 from nanorunner.platforms import platform_problem
@@ -31,7 +30,6 @@ DEFAULT_DEPTH = 2  # steps in flight: one runs while the next is prepared
 DEFAULT_NUM_REQS = 1024
 DEFAULT_MAX_MODEL_LEN = 4096  # a model's own 128k would size the KV cache for one such request
 FLASH_ATTENTION_MAX_HEAD_DIM = 256
-FLASH_PROMPTS = "triton+fa2"  # a backend of its own to the user, a setting beside it to the ranks
 ALL_REDUCES = {
     "auto": "peer memory for small tensors, if the GPUs reach each other's; nccl for the others",
     "nccl": "nccl",
@@ -143,9 +141,14 @@ def _resolve_attention(
 ) -> Config:
     backend, reason = config.attention_backend, "as asked"
     flash_problem = _flash_attention_problem(config, model, machine)
-    prompts_problem = _flash_prompts_problem(config, model, machine)
-    if backend == "auto":
-        backend, reason = _choose_attention(config, flash_problem, prompts_problem)
+    if backend == "auto" and config.device == "cpu":
+        backend, reason = "torch", "the plain PyTorch form, the only one for a CPU"
+    elif backend == "auto" and config.batch_invariant:
+        backend, reason = "triton", "the only one that is batch-invariant"
+    elif backend == "auto" and not flash_problem:
+        backend, reason = "flash_attn", "the package is installed"
+    elif backend == "auto":
+        backend, reason = "triton", f"our own kernels; flash_attn: {flash_problem}"
     if config.batch_invariant and config.device == "cuda" and backend != "triton":
         raise ValueError(
             f"attention_backend {backend}: only triton is batch-invariant on a GPU; use triton or "
@@ -153,40 +156,12 @@ def _resolve_attention(
         )
     if backend != "torch" and config.device == "cpu":
         raise ValueError(f"attention_backend {backend}: needs an NVIDIA GPU; use torch or auto")
-    if backend in ("triton", FLASH_PROMPTS) and not machine.has_triton:
-        raise ValueError(
-            f"attention_backend {backend}: triton is not installed; pip install triton"
-        )
-    if backend == FLASH_PROMPTS and prompts_problem:
-        raise ValueError(
-            f"attention_backend {backend}: torch's FlashAttention 2: {prompts_problem}; use triton "
-            f"or auto"
-        )
+    if backend == "triton" and not machine.has_triton:
+        raise ValueError("attention_backend triton: triton is not installed; pip install triton")
     if backend == "flash_attn" and flash_problem:
         raise ValueError(f"attention_backend flash_attn: {flash_problem}; use triton or auto")
-    if backend == FLASH_PROMPTS:
-        reason = (
-            f"our own kernels, steps of whole prompts (one of {MIN_QUERY_LEN} tokens or more) by "
-            f"torch's FlashAttention 2; {reason}"
-        )
     notes.append(f"attention backend {backend}: {reason}")
     return replace(config, attention_backend=backend)
-
-
-def _choose_attention(config: Config, flash_problem: str, prompts_problem: str) -> tuple[str, str]:
-    """Return the backend that auto means, and why."""
-    if config.device == "cpu":
-        return "torch", "the plain PyTorch form, the only one for a CPU"
-    if config.batch_invariant:
-        return "triton", "the only one that is batch-invariant"
-    if not flash_problem:
-        return "flash_attn", "the package is installed"
-    if not prompts_problem:
-        return FLASH_PROMPTS, f"flash_attn: {flash_problem}"
-    return "triton", (
-        f"our own kernels; flash_attn: {flash_problem}; torch's FlashAttention 2 for whole "
-        f"prompts: {prompts_problem}"
-    )
 
 
 def _flash_attention_problem(config: Config, model: ModelConfig, machine: Machine) -> str:
@@ -197,21 +172,6 @@ def _flash_attention_problem(config: Config, model: ModelConfig, machine: Machin
         return "it has no float32"
     if model.head_dim > FLASH_ATTENTION_MAX_HEAD_DIM:
         return f"heads of {model.head_dim} are wider than its {FLASH_ATTENTION_MAX_HEAD_DIM}"
-    return ""
-
-
-def _flash_prompts_problem(config: Config, model: ModelConfig, machine: Machine) -> str:
-    """Return why torch's own FlashAttention 2 cannot serve this model here; "" when it can."""
-    gpus = machine.gpus[: 1 if config.share_gpu else config.tp]
-    old_gpus = [gpu for gpu in gpus if gpu.capability < MIN_CAPABILITY]
-    if not machine.has_torch_flash:
-        return "this torch is built without it"
-    if old_gpus:
-        return f"{old_gpus[0].name} is older than compute {'.'.join(map(str, MIN_CAPABILITY))}"
-    if config.dtype == "float32":
-        return "it has no float32"
-    if not takes(model.head_dim):
-        return f"heads of {model.head_dim} do not fit it"
     return ""
 
 
@@ -339,8 +299,7 @@ def _runner_config(
         tp=config.tp,
         device=config.device,
         dtype=config.dtype,
-        attention_backend=config.attention_backend.removesuffix("+fa2"),
-        flash_prompts=config.attention_backend == FLASH_PROMPTS,
+        attention_backend=config.attention_backend,
         all_reduce=config.all_reduce,
         enforce_eager=config.enforce_eager,
         batch_invariant=config.batch_invariant,

@@ -9,8 +9,7 @@ share is of 4.48 TB/s, which a read-only stream reaches on an H200. Small activa
 batch of one) lie in L2 in a real step too; their share says little, their microseconds do.
 
 --plans tries the other tile shapes of attention as well, and prints each case's best beside the
-one that serving uses. --only whole compares the two that serve whole prompts, ours over the pages
-and the FlashAttention 2 inside torch. The last line of stdout is the whole result as JSON.
+one that serving uses. The last line of stdout is the whole result as JSON.
 """
 
 from __future__ import annotations
@@ -39,7 +38,6 @@ from nanorunner.kernels.prefill_attention import PrefillPlan, prefill_attention
 from nanorunner.kernels.rms_norm import add_rms_norm
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
 from nanorunner.kernels.silu_mul import silu_mul
-from nanorunner.kernels.whole_prompt_attention import whole_prompt_attention
 
 if TYPE_CHECKING:
     from scripts.bench_engine import describe_machine, write
@@ -52,17 +50,7 @@ MAX_SETS = 48
 MAX_KV_BYTES = 60e9
 REPLAYS = 7
 BLOCK_TOKENS = 256
-KINDS = ("norm", "silu", "rope", "decode", "prefill", "whole")
-# About 8,192 tokens each. MAX_PROGRAMS_A_TILE is about the last two: 7.9 and 18 programs a tile.
-WHOLE_PROMPTS = {
-    "16 x 512": [512] * 16,
-    "8 x 1024": [1024] * 8,
-    "4 x 2048": [2048] * 4,
-    "1 x 8192": [8192],
-    "64 x 128": [128] * 64,
-    "60 x 100 + 2 x 1024": [100] * 60 + [1024] * 2,
-    "31 x 100 + 4096": [100] * 31 + [4096],
-}
+KINDS = ("norm", "silu", "rope", "decode", "prefill")
 FORMAT = "{:<34} {:>9} {:>9} {:>7} {:>7} {:>8}  {}"
 DECODE_PLANS = [
     DecodePlan(splits, tile, warps, stages)
@@ -86,7 +74,6 @@ class Case(NamedTuple):
     flops: float = 0.0
     replan: Callable[[Any], list[Launch]] | None = None  # the same launches under another plan
     plans: tuple[Any, ...] = ()
-    whole: list[Launch] | None = None  # the same by whole_prompt_attention, if all begin at 0
 
 
 def graph_us(launches: list[Launch]) -> float:
@@ -183,15 +170,8 @@ def attention_case(name: str, requests: list[tuple[int, int]], heads: tuple[int,
     for i, count in enumerate(blocks):
         tables[i, :count], order = order[:count], order[count:]
     width = (num_heads + 2 * num_kv_heads) * head_dim
-    heads_split = [num_heads, num_kv_heads, num_kv_heads]
-    qkvs = [
-        torch.randn((num_tokens, width), dtype=torch.bfloat16, device="cuda")
-        for _ in range(num_sets(2.0 * num_tokens * width) if query_lens == seq_lens else 1)
-    ]
-    heads_of = [
-        torch.split_with_sizes(x.view(num_tokens, -1, head_dim), heads_split, dim=1) for x in qkvs
-    ]
-    q = heads_of[0][0]
+    qkv = torch.randn((num_tokens, width), dtype=torch.bfloat16, device="cuda")
+    q = qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     batch = AttentionBatch(
         starts.cuda(),
@@ -221,13 +201,7 @@ def attention_case(name: str, requests: list[tuple[int, int]], heads: tuple[int,
             for plan in DECODE_PLANS
             if plan.num_splits == 1 or 64 <= programs * plan.num_splits <= 4096
         )
-    whole: list[Launch] | None = None
-    if query_lens == seq_lens:
-        whole = [
-            partial(whole_prompt_attention, step_q, step_k, step_v, batch, scale)
-            for step_q, step_k, step_v in heads_of
-        ]
-    return Case(name, launches, num_bytes, 4 * seen * num_heads * head_dim, replan, plans, whole)
+    return Case(name, launches, num_bytes, 4 * seen * num_heads * head_dim, replan, plans)
 
 
 def attention_cases(heads: tuple[int, int, int], kinds: set[str]) -> Iterator[Case]:
@@ -246,12 +220,6 @@ def attention_cases(heads: tuple[int, int, int], kinds: set[str]) -> Iterator[Ca
         yield attention_case("chunk 2048 after 6144", [(2048, 8192)], heads)
         mixed = [(1, draw.randint(100, 2048)) for _ in range(255)]
         yield attention_case("mixed 255 decodes + 512", [*mixed, (512, 512)], heads)
-    if "whole" in kinds:
-        for name, lengths in WHOLE_PROMPTS.items():
-            ours = attention_case(f"whole {name}", [(n, n) for n in lengths], heads)
-            assert ours.whole is not None, "all begin at 0"
-            yield ours
-            yield ours._replace(name=f"whole {name}, torch's", launches=ours.whole, replan=None)
 
 
 def best_plan(case: Case) -> dict[str, Any]:

@@ -216,8 +216,6 @@ class RunnerConfig:
     tap: bool = False  # note when each frame is acked, for rank 0's tap (ack_stamps.py)
     check_ranks: bool = False  # compare the ranks' values in every step (check_ranks.py)
     share_gpu: bool = False  # every rank works on GPU 0, and they meet in host memory
-    # kernels/whole_prompt_attention.py attends where it can, attention_backend everywhere else
-    flash_prompts: bool = False
     speculation: Speculation | None = None  # None: each decode step brings a request one token
 
     def gpu_of(self, rank: int) -> int:

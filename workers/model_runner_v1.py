@@ -20,7 +20,6 @@ import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.few_rows_plans import MAX_ROWS
-from nanorunner.kernels.whole_prompt_attention import are_whole_prompts
 from nanorunner.workers.cuda_graphs import EAGER, capture_sizes
 from nanorunner.workers.cuda_graphs_v1 import DecodeGraphs
 from nanorunner.workers.device import Device, Download
@@ -126,7 +125,6 @@ class ModelRunner(RunnerStages):
             slot_mapping=up(np.full(num_tokens, -1, np.int64)),
             max_query_len=query_len,
             max_seq_len=query_len,
-            are_whole_prompts=self.attends_whole([0] * num_reqs, [query_len] * num_reqs),
         )
         positions = np.tile(np.arange(query_len, dtype=np.int64), num_reqs)
         rows = up(np.arange(1, num_reqs + 1, dtype=np.int64) * query_len - 1)
@@ -237,23 +235,16 @@ class ModelRunner(RunnerStages):
         self, seqs: list[Sequence], query_start_loc: list[int], slot_mapping: list[int]
     ) -> AttentionBatch:
         """Return the attention metadata: whose tokens these are and where their K and V lie."""
-        cached = [seq.num_cached_tokens for seq in seqs]
-        counts = [seq.num_scheduled_tokens for seq in seqs]
-        seq_lens = [start + count for start, count in zip(cached, counts, strict=True)]
+        seq_lens = [seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs]
         up = self.device.upload
         return AttentionBatch(
             query_start_loc=up(np.array(query_start_loc, np.int32)),
             seq_lens=up(np.array(seq_lens, np.int32)),
             block_tables=up(self.prepare_block_tables(seqs)),
             slot_mapping=up(np.array(slot_mapping, np.int64)),
-            max_query_len=max(counts),
+            max_query_len=max(seq.num_scheduled_tokens for seq in seqs),
             max_seq_len=max(seq_lens),
-            are_whole_prompts=self.attends_whole(cached, counts),
         )
-
-    def attends_whole(self, cached: list[int], counts: list[int]) -> bool:
-        """Return whether kernels/whole_prompt_attention.py serves a step of such requests."""
-        return self.config.flash_prompts and are_whole_prompts(np.array(cached), np.array(counts))
 
     def prepare_block_tables(self, seqs: list[Sequence]) -> np.ndarray[Any, np.dtype[np.int32]]:
         """Return [num_reqs, longest table] int32, rows padded with 0."""

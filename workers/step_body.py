@@ -18,7 +18,6 @@ from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.lm_head_sample import serves
 from nanorunner.kernels.prepare_inputs import prepare_decode_inputs, prepare_mixed_inputs
 from nanorunner.kernels.state_tables import InputBuffers
-from nanorunner.kernels.whole_prompt_attention import are_whole_prompts
 from nanorunner.workers.cuda_graphs import PLAIN, Descriptor
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
@@ -188,8 +187,6 @@ class StepBody(RunnerStages):
         if recorder is not None:
             recorder.lap(PREPARE, on_gpu=True)
         batch = self._attention_batch(buffers, max_query_len, max_seq_len, places.query_len)
-        if self.config.flash_prompts and are_whole_prompts(self.states.computed[rows], counts):
-            batch = batch._replace(are_whole_prompts=True)
         hidden = self._forward(buffers, batch)
         if recorder is not None:
             recorder.lap(FORWARD, on_gpu=True)

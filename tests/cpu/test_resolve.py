@@ -21,7 +21,6 @@ LAPTOP = Machine(
     free_memory_bytes=8 * GIB,
     has_triton=True,
     has_flash_attn=False,
-    has_torch_flash=True,
 )
 H200 = Gpu("H200", (9, 0), 140 * GIB, 139 * GIB)
 T4 = Gpu("T4", (7, 5), 16 * GIB, 15 * GIB)
@@ -45,22 +44,6 @@ REFUSED: list[tuple[Machine, dict[str, Any], list[str]]] = [
         replace(SERVER, has_triton=False),
         {**QWEN, "attention_backend": "triton"},
         ["triton is not installed"],
-    ),
-    (LAPTOP, {**QWEN, "attention_backend": "triton+fa2"}, ["triton+fa2", "needs an NVIDIA GPU"]),
-    (
-        replace(SERVER, has_triton=False),
-        {**QWEN, "attention_backend": "triton+fa2"},
-        ["triton+fa2: triton is not installed"],
-    ),
-    (
-        replace(SERVER, gpus=(T4,)),
-        {**QWEN, "attention_backend": "triton+fa2"},
-        ["triton+fa2", "T4 is older than compute 8.0", "use triton"],
-    ),
-    (
-        SERVER,
-        {**QWEN, "attention_backend": "triton+fa2", "batch_invariant": True},
-        ["triton+fa2", "only triton is batch-invariant"],
     ),
     (replace(SERVER, gpus=(T4,)), {**QWEN, "dtype": "bfloat16"}, ["T4", "--dtype float16"]),
     (
@@ -176,44 +159,6 @@ def test_a_server_gets_its_gpus_and_the_checkpoint_s_dtype() -> None:
     assert with_flash.runner_config.attention_backend == "flash_attn"
     old = resolve(make_config(QWEN), replace(SERVER, gpus=(T4,)))
     assert old.runner_config.dtype == "float16"
-
-
-def test_whole_prompts_go_to_torch_s_flash_attention_where_it_can_and_the_log_says_so() -> None:
-    def attention(machine: Machine, **settings: Any) -> tuple[str, str, bool, str]:
-        resolved = resolve(make_config({**QWEN, **settings}), machine)
-        ranks = resolved.runner_config
-        notes = [note for note in resolved.notes if note.startswith("attention backend")]
-        assert len(notes) == 1
-        config = resolved.config
-        return config.attention_backend, ranks.attention_backend, ranks.flash_prompts, notes[0]
-
-    mixed = attention(SERVER)
-    assert mixed[:3] == ("triton+fa2", "triton", True)
-    assert "whole prompts" in mixed[3]
-    assert "128 tokens or more" in mixed[3]
-    assert "torch's FlashAttention 2" in mixed[3]
-    assert attention(SERVER, attention_backend="triton+fa2")[:3] == mixed[:3]
-
-    ours = ("triton", "triton", False)
-    alone = attention(SERVER, attention_backend="triton")
-    assert alone[:3] == ours
-    assert alone[3] == "attention backend triton: as asked"
-    assert attention(SERVER, batch_invariant=True)[:3] == ours
-    reasons = {
-        "float32": attention(SERVER, dtype="float32"),
-        "T4 is older": attention(replace(SERVER, gpus=(H200, T4)), tp=2),
-        "built without it": attention(replace(SERVER, has_torch_flash=False)),
-    }
-    for word, found in reasons.items():
-        assert found[:3] == ours
-        assert word in found[3]
-    assert attention(replace(SERVER, gpus=(H200, T4)))[2], "the T4 has no rank"
-    assert attention(replace(SERVER, has_flash_attn=True))[:3] == (
-        "flash_attn",
-        "flash_attn",
-        False,
-    )
-    assert attention(LAPTOP)[:3] == ("torch", "torch", False)
 
 
 def test_the_arithmetic_of_a_model_s_size_is_right() -> None:

@@ -26,16 +26,12 @@ ASKED: dict[str, Any] = {
     "prompt_logprobs": 0,
 }
 NOT_OF_A_REQUEST = {"embed", "speculative", "async_depth"}
-IN_BOTH = {"attention_backend"}  # a setting of Config that both runners have
 
 
 def test_every_setting_of_a_request_is_in_the_table_by_its_name() -> None:
     names = [feature.name for feature in TABLE]
     assert len(set(names)) == len(names)
-    assert {field.name for field in fields(SamplingParams)} == (
-        set(names) - NOT_OF_A_REQUEST - IN_BOTH
-    )
-    assert {field.name for field in fields(Config)} >= IN_BOTH
+    assert {field.name for field in fields(SamplingParams)} == set(names) - NOT_OF_A_REQUEST
     assert hasattr(Config, "async_depth")
     assert CHOICES["runner"] == ("v1", "v2")
 

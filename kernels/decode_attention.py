@@ -41,9 +41,6 @@ class DecodePlan(NamedTuple):
     num_warps: int
     num_stages: int
     min_share: int = 0  # tokens that a split has at least, where the request has that many
-    # Before the wait (fused_decode.py alone), at most so much of its share on the way for each
-    early_tokens: int = 0  # program: tokens whose K and V go to L2, 0: none
-    held_tiles: int = 1  # tiles that registers hold, where it may read early; 1 or 2
 
 
 # A batch of so many (request, KV head) pairs a processor fills the device with whole requests; so

@@ -11,9 +11,6 @@ what is computed; here it is one launch less, and the new token's K and V never 
 
 Of the cache a program reads only what earlier steps wrote, so no program waits for another. Splits
 meet in combine_splits.py.
-
-While the projection in front computes, the device's memory has little to do. So a program fetches
-the first tokens of its share to L2 meanwhile (plan.early_tokens, kernels/early_fetch.py).
 """
 
 from __future__ import annotations
@@ -29,15 +26,10 @@ from nanorunner.kernels.decode_attention import (
     plan_decode,
     tile_shape,
 )
-from nanorunner.kernels.early_fetch import COPY_BYTES, EARLY_BYTES
-from nanorunner.kernels.fused_decode_kernel import LEAST_EARLY_TOKENS, fused_decode_kernel
+from nanorunner.kernels.fused_decode_kernel import fused_decode_kernel
 from nanorunner.kernels.pdl import can_overlap, launch_options
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write_reference
 from nanorunner.kernels.triton_support import num_processors
-
-# More requests are given no early tokens. Of one program no more than a block: 32 chunks, a thread
-# each, even for a program of one warp.
-MAX_EARLY_REQS, MAX_EARLY_TOKENS = 64, 256
 
 
 def fused_decode(
@@ -67,7 +59,6 @@ def fused_decode(
     With reads_early the kernel reads batch, positions and the cached KV before it waits for the
     kernel before it. That kernel must be no PDL launch, or one that waits before it lets go of the
     next (add_norm_linear): then all before it have ended, and it writes none of these itself.
-    What the plan fetches to L2 is fetched either way, and asks for nothing.
     """
     if not qkv.is_cuda:
         return fused_decode_reference(
@@ -91,18 +82,12 @@ def plan_fused(
 ) -> DecodePlan:
     """Return decode_attention's plan, with smaller tiles for few requests: all of it is in flight.
 
-    Such a program has read its first tile before its input is there, and registers hold it; of what
-    follows, EARLY_BYTES of all programs are on their way to L2.
+    Such a program has read its first tile before its input is there, and registers hold it.
     """
     plan = plan_decode(
         num_reqs, num_heads, num_kv_heads, head_dim, item_bytes, processors, max_seq_len
     )
-    if plan.min_share:
-        return plan
-    if num_reqs <= MAX_EARLY_REQS:
-        programs = num_reqs * num_kv_heads * plan.num_splits
-        plan = plan._replace(early_tokens=early_tokens(programs, head_dim, item_bytes))
-    if plan.num_splits == 1:
+    if plan.num_splits == 1 or plan.min_share:
         return plan
     rows, columns = tile_shape(num_heads // num_kv_heads, head_dim)
     if item_bytes == 2 and rows <= 16 and columns <= 128:
@@ -110,15 +95,6 @@ def plan_fused(
     # 32 registers a thread for each of K, V
     warps = plan.tile_tokens * columns * item_bytes // 4096
     return plan._replace(num_warps=max(plan.num_warps, warps), num_stages=2)
-
-
-def early_tokens(programs: int, head_dim: int, item_bytes: int) -> int:
-    """Return how many tokens' K and V each program may fetch to L2: a power of two, or 0.
-
-    A power of two, so that plans stay few: each is launched once before the first request.
-    """
-    tokens = min(EARLY_BYTES // (programs * 2 * head_dim * item_bytes), MAX_EARLY_TOKENS)
-    return 1 << (tokens.bit_length() - 1) if tokens >= LEAST_EARLY_TOKENS else 0
 
 
 def fused_decode_reference(
@@ -167,7 +143,6 @@ def fused_decode_triton(
     assert qkv.stride(1) == 1, "qkv rows must lie side by side"
     assert k_cache.is_contiguous(), "the K cache must be contiguous"
     assert v_cache.is_contiguous(), "the V cache must be contiguous"
-    assert plan is None or plan.held_tiles in (1, 2), "registers hold one tile, or two"
     out = torch.empty((num_reqs, num_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     if num_reqs == 0:
         return out
@@ -177,7 +152,6 @@ def fused_decode_triton(
     )  # fmt: skip
     # A device that is full of programs hides their waits better.
     reads_early = reads_early and plan.num_splits > 1 and not plan.min_share
-    is_aligned = k_cache.data_ptr() % COPY_BYTES == 0 and v_cache.data_ptr() % COPY_BYTES == 0
     partial = log_sum = out  # never touched when one program does a whole request
     if plan.num_splits > 1:
         shape = (num_reqs, num_heads, plan.num_splits)
@@ -204,10 +178,7 @@ def fused_decode_triton(
         eps,
         qkv.stride(0),
         batch.block_tables.stride(0),
-        batch.block_tables.shape[1],
-        k_cache.shape[0],
         plan.num_splits,
-        plan.early_tokens,
         MIN_SHARE=plan.min_share,
         GROUP=num_heads // num_kv_heads,
         ROWS=rows,
@@ -219,9 +190,6 @@ def fused_decode_triton(
         IS_SPLIT=plan.num_splits > 1,
         HAS_NORM=has_norm,
         READ_EARLY=reads_early,
-        HELD_TILES=plan.held_tiles,
-        IS_EARLY=plan.early_tokens > 0 and is_aligned,
-        WARPS=plan.num_warps,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **launch_options(use_pdl),

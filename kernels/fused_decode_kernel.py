@@ -1,26 +1,16 @@
 """The Triton kernel of kernels/fused_decode.py, which says what it computes and launches it.
 
     before the wait of kernels/pdl.py   lengths, tables, angles, gains, the share's first K and V
-                                        to registers; of the tokens behind them, K and V to L2
     after it                            the qkv rows, then arithmetic
 
-What must hold for registers is said by fused_decode. The fetch to L2 asks for nothing: where
-lengths and tables are not known to be this step's, it takes those that it finds, and the kernel
-reads both again after the wait. What it finds may be the last step's, or what a new buffer held, so
-its addresses are kept inside the pool and the table (early_slots).
+What must hold for the first of these lines is said by fused_decode.
 """
 
 from __future__ import annotations
 
-from nanorunner.kernels.early_fetch import fetch_to_l2
 from nanorunner.kernels.join_shares import share_of_split
 from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait
-from nanorunner.kernels.triton_support import constant, jit, tl
-
-# Tokens of all KV heads that one copy to L2 takes, 16 KiB of eight heads of 128. Divides every tile
-# and block, so that a chunk is one piece of memory.
-LEAST_EARLY_TOKENS = 8
-CHUNK_TOKENS = constant(LEAST_EARLY_TOKENS)
+from nanorunner.kernels.triton_support import jit, tl
 
 
 @jit()
@@ -44,72 +34,8 @@ def _rotated(
     return (value * cos + partner * sin).to(raw.dtype)
 
 
-@jit()
-def early_slots(
-    table: tl.tensor,  # the request's row of the block tables
-    first: tl.tensor,  # a token, a multiple of CHUNK_TOKENS
-    end: tl.tensor,
-    early_tokens: tl.tensor,
-    kv_head: tl.tensor,
-    num_blocks: tl.tensor,
-    table_width: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WARPS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the slots [32 * WARPS] int64 of this program's chunks, and which of them there are.
-
-    The chunks of early_tokens tokens from first on, those that begin before end, are dealt to a
-    quarter of the heads, the first in the grid: where not all programs find room beside the kernel
-    in front, these do, and a chunk that is fetched too late costs memory's time for nothing.
-    Whatever first, end and the table hold, no place past table_width is read, and a chunk lies in
-    one of num_blocks blocks.
-    """
-    thread = tl.arange(0, 32 * WARPS)
-    num_fetching: tl.constexpr = (NUM_KV_HEADS + 3) // 4
-    # Neighbours in different warps: the threads of a warp copy one after the other.
-    chunk = (thread % 32 * WARPS + thread // 32) * num_fetching + kv_head
-    token = first + chunk * CHUNK_TOKENS
-    end = tl.minimum(end, table_width * BLOCK_TOKENS)
-    end = tl.where(kv_head < num_fetching, end, 0)
-    is_mine = (chunk * CHUNK_TOKENS < early_tokens) & (token >= 0) & (token < end)
-    block = tl.load(table + token // BLOCK_TOKENS, mask=is_mine, other=0, cache_modifier=".cg")
-    block = tl.minimum(tl.maximum(block, 0), num_blocks - 1)
-    return block.to(tl.int64) * BLOCK_TOKENS + token % BLOCK_TOKENS, is_mine
-
-
-@jit()
-def _fetch_chunks(
-    cache: tl.tensor, slots: tl.tensor, is_mine: tl.tensor, SLOT_SIZE: tl.constexpr
-) -> None:
-    """Start to copy the chunks to L2; SLOT_SIZE: elements a token, of all KV heads."""
-    num_bytes = CHUNK_TOKENS * SLOT_SIZE * (cache.dtype.element_ty.primitive_bitwidth // 8)
-    fetch_to_l2(cache + slots * SLOT_SIZE, num_bytes, is_mine)
-
-
-@jit()
-def _early_tile(
-    k_cache: tl.tensor,
-    v_cache: tl.tensor,
-    block: tl.tensor,
-    start: tl.tensor,
-    kv_head: tl.tensor,
-    tile_offset: tl.tensor,
-    mask: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return K and V of the tile at token start, which lies in block, past the first cache."""
-    slot = block.to(tl.int64) * BLOCK_TOKENS + start % BLOCK_TOKENS
-    place = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + tile_offset
-    keys = tl.load(k_cache + place, mask=mask, other=0.0, cache_modifier=".cg")
-    values = tl.load(v_cache + place, mask=mask, other=0.0, cache_modifier=".cg")
-    return keys, values
-
-
 @jit(
-    counts=("num_splits", "table_stride", "table_width", "num_blocks", "early_tokens"),
+    counts=("num_splits", "table_stride"),
     tables=("positions", "slot_mapping", "block_tables", "seq_lens"),
 )
 def fused_decode_kernel(
@@ -130,10 +56,7 @@ def fused_decode_kernel(
     eps: tl.tensor,
     qkv_stride: tl.tensor,
     table_stride: tl.tensor,
-    table_width: tl.tensor,  # blocks
-    num_blocks: tl.tensor,  # of the pool
     num_splits: tl.tensor,
-    early_tokens: tl.tensor,
     MIN_SHARE: tl.constexpr,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
@@ -145,33 +68,16 @@ def fused_decode_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     READ_EARLY: tl.constexpr,
-    HELD_TILES: tl.constexpr,  # 1 or 2: what READ_EARLY reads to registers
-    IS_EARLY: tl.constexpr,  # early_tokens go to L2
-    WARPS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """One (request, kv head, split): rows are the group's query heads, padded to ROWS."""
-    request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
-    split = tl.program_id(2)
-    table = block_tables + request * table_stride
-    slot_size: tl.constexpr = NUM_KV_HEADS * HEAD_DIM
     if USE_PDL:
         gdc_launch_dependents()
         if not READ_EARLY:
-            if IS_EARLY:
-                # Perhaps not this step's: for the fetch alone.
-                old_length = tl.load(seq_lens + request, cache_modifier=".cg")
-                old_share = share_of_split(old_length, num_splits, MIN_SHARE, TILE)
-                old_begin = split * old_share
-                slots, is_mine = early_slots(
-                    table, old_begin, tl.minimum(old_begin + old_share, old_length - 1),
-                    early_tokens, kv_head, num_blocks, table_width, NUM_KV_HEADS, BLOCK_TOKENS,
-                    WARPS,
-                )  # fmt: skip
-                _fetch_chunks(k_cache, slots, is_mine, slot_size)
-                _fetch_chunks(v_cache, slots, is_mine, slot_size)
             gdc_wait()
+    request = tl.program_id(0).to(tl.int64)
+    kv_head = tl.program_id(1)
+    split = tl.program_id(2)
     # Past the first cache, whose lines may be older than the kernels that wrote these.
     length = tl.load(seq_lens + request, cache_modifier=".cg")
     share = share_of_split(length, num_splits, MIN_SHARE, TILE)
@@ -179,6 +85,7 @@ def fused_decode_kernel(
     has_work = begin < length
     # The last position is this step's token: it is not in the cache yet.
     end = tl.minimum(begin + share, length - 1)
+    table = block_tables + request * table_stride
 
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)[None, :]
@@ -187,35 +94,18 @@ def fused_decode_kernel(
     in_tile = tl.arange(0, TILE)
     # 32-bit offsets within a tile, added to a 64-bit scalar: half the registers.
     tile_offset = in_tile[:, None] * (NUM_KV_HEADS * HEAD_DIM) + column
-    # The share's first one or two tiles of K and V, which the loop below then leaves out.
+    # The share's first tile of K and V, which the loop below then leaves out.
     loop_begin = begin
     first_known = begin + in_tile < end
-    second = begin + TILE
-    second_known = second + in_tile < end
     if READ_EARLY:
-        loop_begin = begin + HELD_TILES * TILE
+        loop_begin = begin + TILE
         first_place = table + begin // BLOCK_TOKENS
         first_block = tl.load(first_place, mask=has_work, other=0, cache_modifier=".cg")
-        if HELD_TILES == 2:
-            second_place = table + second // BLOCK_TOKENS
-            second_block = tl.load(second_place, mask=second < end, other=0, cache_modifier=".cg")
-        if IS_EARLY and USE_PDL:  # their table's entries come together with the tiles'
-            slots, is_mine = early_slots(
-                table, loop_begin, end, early_tokens, kv_head, num_blocks, table_width,
-                NUM_KV_HEADS, BLOCK_TOKENS, WARPS,
-            )  # fmt: skip
-        first_keys, first_values = _early_tile(
-            k_cache, v_cache, first_block, begin, kv_head, tile_offset,
-            first_known[:, None] & in_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_TOKENS,
-        )  # fmt: skip
-        if HELD_TILES == 2:
-            second_keys, second_values = _early_tile(
-                k_cache, v_cache, second_block, second, kv_head, tile_offset,
-                second_known[:, None] & in_head, NUM_KV_HEADS, HEAD_DIM, BLOCK_TOKENS,
-            )  # fmt: skip
-        if IS_EARLY and USE_PDL:
-            _fetch_chunks(k_cache, slots, is_mine, slot_size)
-            _fetch_chunks(v_cache, slots, is_mine, slot_size)
+        first_slot = first_block.to(tl.int64) * BLOCK_TOKENS + begin % BLOCK_TOKENS
+        first = (first_slot * NUM_KV_HEADS + kv_head) * HEAD_DIM + tile_offset
+        first_mask = first_known[:, None] & in_head
+        first_keys = tl.load(k_cache + first, mask=first_mask, other=0.0, cache_modifier=".cg")
+        first_values = tl.load(v_cache + first, mask=first_mask, other=0.0, cache_modifier=".cg")
     # A padded request's position may be junk; its angles are not needed.
     place = positions + request
     position = tl.load(place, mask=length > 0, other=0, cache_modifier=".cg")
@@ -260,10 +150,9 @@ def fused_decode_kernel(
     new_score = tl.sum(queries.to(tl.float32) * new_key.to(tl.float32), axis=1) * scale
     new_score = tl.where(is_owner, new_score, -1.0e30)
 
-    # The new token is where the running softmax begins: kept for its end, it would cost registers.
-    best = new_score
-    total = tl.zeros((ROWS,), tl.float32) + tl.where(is_owner, 1.0, 0.0)
-    mixed = tl.zeros((ROWS, COLUMNS), tl.float32) + new_value.to(tl.float32)
+    best = tl.full((ROWS,), -1.0e30, tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
     # The block number is fetched one turn ahead, or Triton spends its pipeline on that chain.
     next_start = tl.maximum(tl.minimum(loop_begin, end - 1), 0)
     next_block = tl.load(table + next_start // BLOCK_TOKENS)
@@ -283,22 +172,21 @@ def fused_decode_kernel(
         best, total, mixed = _attend(
             queries, first_keys, first_values, first_known, scale, best, total, mixed
         )
-        if HELD_TILES == 2:
-            best, total, mixed = _attend(
-                queries, second_keys, second_values, second_known, scale, best, total, mixed
-            )
+    new_best = tl.maximum(best, new_score)
+    shrink = tl.exp2(best - new_best)
+    new_weight = tl.where(is_owner, tl.exp2(new_score - new_best), 0.0)
+    total = total * shrink + new_weight
+    mixed = mixed * shrink[:, None] + new_weight[:, None] * new_value.to(tl.float32)
+
     # Only a request of length 0 has a total of 0; it gets zeros.
     result = mixed / tl.maximum(total, 1.0e-30)[:, None]
-    # Rows as 32-bit offsets to a 64-bit scalar, as in a tile.
-    first_row = request * (NUM_KV_HEADS * GROUP) + kv_head * GROUP
+    out_row = request * (NUM_KV_HEADS * GROUP) + head
     if IS_SPLIT and share < length:
-        first_part = first_row * num_splits + split
-        tl.store(log_sum + first_part + row * num_splits, best + tl.log2(total), mask=row < GROUP)
-        part = partial + first_part * HEAD_DIM
-        tl.store(part + (row * num_splits)[:, None] * HEAD_DIM + column, result, mask=q_mask)
+        out_row = out_row * num_splits + split
+        tl.store(log_sum + out_row, new_best + tl.log2(total), mask=row < GROUP)
+        tl.store(partial + out_row[:, None] * HEAD_DIM + column, result, mask=q_mask)
     else:
-        whole = out + first_row * HEAD_DIM
-        tl.store(whole + row[:, None] * HEAD_DIM + column, result, mask=q_mask)
+        tl.store(out + out_row[:, None] * HEAD_DIM + column, result, mask=q_mask)
 
 
 @jit()

@@ -13,10 +13,6 @@ A kernel may let its successor start after its own wait instead: "late". Then al
 the late kernel has ended when the successor starts, and the successor may read, before its wait,
 whatever the late kernel itself does not write. decode attention reads cached KV so.
 
-A fetch to L2 (early_fetch.py) is no read: it may take place and size from anything, also from what
-an earlier kernel still writes, if they are kept inside memory that exists. What has told it so is
-read past the first cache (.cg), and again after the wait.
-
 Every program waits, also one that finds nothing to do: a grid that ended without waiting would
 release its successor while older kernels still run.
 """

@@ -6,8 +6,7 @@ Each case is a batch of decodes in one layer, in a CUDA graph over several cache
 cache is cold: rotation and attention as two launches (apart) and as one (fused), by every plan
 worth a look. A plan without a least share (the last field is 0) cuts every request alike, into one
 share where the batch is large; one with a least share cuts long requests alone
-(kernels/decode_attention.py). A line a plan, uniform and ragged batches beside each other. What a
-program does before its wait for the projection in front is measured by scripts/sweep_early.py.
+(kernels/decode_attention.py). A line a plan, uniform and ragged batches beside each other.
 """
 
 from __future__ import annotations
@@ -170,7 +169,7 @@ def measure(num_reqs: int, heads: tuple[int, int, int], end_s: float) -> dict[st
             times.append([*plan, form, *found])
             texts.append(f"{form} " + " ".join(f"{us or '-':>6}" for us in found))
         mark = "*" if plan == in_use else " "
-        print(f" {mark}{tuple(plan[:5])!s:23} " + "  ".join(texts), flush=True)
+        print(f" {mark}{tuple(plan)!s:23} " + "  ".join(texts), flush=True)
     return {"num_reqs": num_reqs, "floors_us": floors, "times": times}
 
 

@@ -61,11 +61,7 @@ def attentions(num_reqs: int, heads: tuple[int, int, int]) -> list[Attention]:
         shapes = [(4, 64, 4, 3), (16, 64, 4, 2), (8, 32, 2, 3)]
     else:
         shapes = [(1, 64, 4, 3), (1, 32, 2, 3), (2, 64, 4, 2)]
-    # What a program does before its wait; scripts/sweep_early.py has more.
-    early = [default._replace(early_tokens=tokens) for tokens in (0, 32, 64, 128)]
-    if num_reqs <= 16:
-        early = [early[0], default._replace(held_tiles=2, num_warps=4)]
-    plans = [default, *early, *(DecodePlan(*shape) for shape in shapes)]
+    plans = [default, *(DecodePlan(*shape) for shape in shapes)]
     pairs = [(default, False), *((plan, True) for plan in dict.fromkeys(plans))]
     return list(dict.fromkeys(pairs))
 

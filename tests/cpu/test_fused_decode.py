@@ -9,18 +9,11 @@ import torch
 from fused_decode_cases import FusedCase, assert_cache, fused_case
 
 from nanorunner.kernels.decode_attention import DecodePlan
-from nanorunner.kernels.early_fetch import EARLY_BYTES
 from nanorunner.kernels.fused_decode import (
-    MAX_EARLY_TOKENS,
     fused_decode,
     fused_decode_reference,
     fused_decode_triton,
-    plan_fused,
 )
-from nanorunner.kernels.fused_decode_kernel import LEAST_EARLY_TOKENS, early_slots
-from nanorunner.kernels.triton_support import jit, tl
-
-pytestmark = pytest.mark.beside
 
 TOLERANCE = {torch.float32: 3e-5, torch.float16: 4e-3}
 # Every head width, groups of 1, 2, 3, 7 and 20 query heads.
@@ -110,79 +103,3 @@ def test_on_a_cpu_it_is_the_reference() -> None:
     case = fused_case([5, 9], (4, 2, 64))
     other = case.copy()
     assert torch.equal(fused_decode(**case.arguments), fused_decode_reference(**other.arguments))
-
-
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("num_splits", [2, 8])
-def test_two_tiles_in_registers_equal_one(num_splits: int, head_dim: int) -> None:
-    case = fused_case(LENGTHS, (2, 1, head_dim))
-    check(case, DecodePlan(num_splits, 16, 1, 1, held_tiles=2, early_tokens=64))
-
-
-@jit()
-def chunks_of_head(
-    found: tl.tensor,
-    table: tl.tensor,
-    first: tl.tensor,
-    end: tl.tensor,
-    early_tokens: tl.tensor,
-    num_blocks: tl.tensor,
-    table_width: tl.tensor,
-    NUM_KV_HEADS: tl.constexpr,
-    BLOCK_TOKENS: tl.constexpr,
-    WARPS: tl.constexpr,
-) -> None:
-    """Write each thread's slot, or -1 where it has no chunk, to found [heads, 32 * WARPS]."""
-    slots, is_mine = early_slots(
-        table, first, end, early_tokens, tl.program_id(0), num_blocks, table_width,
-        NUM_KV_HEADS, BLOCK_TOKENS, WARPS,
-    )  # fmt: skip
-    place = found + tl.program_id(0) * 32 * WARPS + tl.arange(0, 32 * WARPS)
-    tl.store(place, tl.where(is_mine, slots, -1))
-
-
-def early_chunks(
-    table: list[int], first: int, end: int, early_tokens: int, num_kv_heads: int, num_blocks: int
-) -> list[int]:
-    """Return the slots at which all heads' programs of two warps begin to fetch, in order."""
-    found = torch.full((num_kv_heads, 64), -2)
-    # what lies behind a request's row of the tables belongs to another
-    memory = torch.tensor([*table, 0, 0], dtype=torch.int32)
-    chunks_of_head[(num_kv_heads,)](
-        found, memory, first, end, early_tokens, num_blocks, len(table), num_kv_heads, 256, 2
-    )
-    return sorted(found[found != -1].tolist())
-
-
-@pytest.mark.parametrize("num_kv_heads", [1, 2, 3, 8, 12, 32])
-def test_each_early_token_is_fetched_once_for_all_heads(num_kv_heads: int) -> None:
-    slots = early_chunks([3, 1], 224, 500, 64, num_kv_heads, 4)
-    assert slots == [*range(256, 288, 8), *range(3 * 256 + 224, 4 * 256, 8)]
-    assert early_chunks([3, 1], 224, 241, 64, num_kv_heads, 4) == [992, 1000, 1008]
-    assert early_chunks([3, 1], 0, 500, 0, num_kv_heads, 4) == []
-    assert len(early_chunks([3, 1], 0, 512, MAX_EARLY_TOKENS, num_kv_heads, 4)) == 32
-
-
-@pytest.mark.parametrize("length", [-(2**31), -1, 0, 1, 300, 10**6, 2**31 - 1])
-@pytest.mark.parametrize("block", [-(2**31), -1, 0, 10**8, 2**31 - 1])
-def test_whatever_tables_and_lengths_hold_early_chunks_lie_in_the_pool(
-    length: int, block: int
-) -> None:
-    for first in (-(2**31), -64, 0, 480, 512, 2**31 - 2**20):
-        slots = early_chunks([block, block], first, length, 64, 2, 3)
-        assert all(0 <= slot <= 3 * 256 - LEAST_EARLY_TOKENS for slot in slots)
-        if first < 0 or first >= 512 or length <= first:
-            assert slots == []
-
-
-def test_default_plans_fetch_no_more_than_they_may() -> None:
-    for num_kv_heads, group, head_dim in [(8, 2, 128), (8, 4, 128), (1, 16, 64), (32, 1, 80)]:
-        for num_reqs in range(1, 99):
-            heads = (num_kv_heads * group, num_kv_heads, head_dim)
-            plan = plan_fused(num_reqs, *heads, 2, 132)
-            assert plan.early_tokens % LEAST_EARLY_TOKENS == 0
-            assert (plan.early_tokens > 0) == (num_reqs <= 64)
-            programs = num_reqs * num_kv_heads * plan.num_splits
-            assert programs * plan.early_tokens * 4 * head_dim <= EARLY_BYTES
-    assert plan_fused(8, 16, 8, 128, 2, 132).early_tokens == 64
-    assert plan_fused(64, 16, 8, 128, 2, 132) == DecodePlan(1, 64, 2, 2, early_tokens=64)

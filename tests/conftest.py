@@ -4,6 +4,10 @@ Folders say what a test needs: pure (no torch), cpu (torch), gpu (CUDA). A file 
 missing is skipped by that name; with --fail-on-skip a skip in pure or cpu fails: CI runs both.
 A test marked program("chromium") needs that program too. Without it the test is skipped by name
 and nothing fails: .ci/run installs it where it can, so CI does not skip, a laptop may.
+
+Two pytest processes may run at once, as scripts/test has it: --part beside takes the tests marked
+so, --part rest the others. Neither takes the other's things for left behind: a process is looked
+for below this one, and a name in /dev/shm that another program has made is soon gone.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ hypothesis.settings.load_profile("any machine")
 LIMIT_S = 300.0  # far more than any test takes, on a machine that others keep busy too
 HARD_LIMIT_EXTRA_S = 20.0  # then even a test that sits in a C++ wait is ended, with the whole run
 SETTLE_S = 50.0  # how long killed processes may take to vanish; mostly a few milliseconds
+PARTS = BESIDE, REST = "beside", "rest"
 NEEDS_PROGRAM = "needs the program"
 NEEDS_INTERPRETER = "in the interpreter alone"  # so with a GPU it is skipped, by name
 TESTS = Path(__file__).parent
@@ -45,6 +50,9 @@ sys.path[:0] = [str(TESTS / folder) for folder in ("pure", "cpu")]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--fail-on-skip", action="store_true", help="a skip in pure or cpu fails")
+    parser.addoption(
+        "--part", choices=PARTS, help="run the tests marked beside alone, or the rest alone"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,11 +60,23 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "program(name): skipped where that program is not installed")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if part := config.getoption("--part"):
+        _keep_part(config, items, part)
     for item in items:
         for marker in item.iter_markers("program"):
             if shutil.which(marker.args[0]) is None:
                 item.add_marker(pytest.mark.skip(reason=f"{NEEDS_PROGRAM} {marker.args[0]}"))
+
+
+def _keep_part(config: pytest.Config, items: list[pytest.Item], part: str) -> None:
+    """Deselect the other part's tests."""
+    parts: dict[str, list[pytest.Item]] = {name: [] for name in PARTS}
+    for item in items:
+        parts[BESIDE if item.get_closest_marker(BESIDE) else REST].append(item)
+    items[:] = parts.pop(part)
+    for others in parts.values():
+        config.hook.pytest_deselected(items=others)
 
 
 @pytest.hookimpl(wrapper=True)

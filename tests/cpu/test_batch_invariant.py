@@ -62,6 +62,7 @@ def test_a_tile_follows_from_the_weight_alone_and_wide_weights_get_wide_tiles() 
     assert tile_of(151_936, 4).block_out == 32
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("function", ATTENTIONS)
 @pytest.mark.parametrize("heads", [(6, 3, 64), (4, 1, 80)])
 def test_a_token_attends_alike_in_a_prompt_in_a_chunk_and_as_a_decode(

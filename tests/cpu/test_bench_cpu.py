@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.beside
+
 ROOT = Path(__file__).parents[2]
 
 

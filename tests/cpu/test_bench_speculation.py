@@ -81,6 +81,7 @@ def test_the_oracle_is_right_as_often_as_it_was_told(tmp_path: Path) -> None:
     assert some["acceptance"] < always["acceptance"] == [1.0] * NUM_DRAFTS
 
 
+@pytest.mark.beside
 def test_text_is_measured_a_task_at_a_time_with_and_without_drafts() -> None:
     flags = ["--byte-ids", "--load-format", "dummy", "--batch-sizes", "1,2", "--num-prompts", "8"]
     done, result = run_bench(*flags, "--num-tokens", "12")

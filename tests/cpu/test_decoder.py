@@ -15,6 +15,8 @@ from nanorunner.presets import load_preset
 from nanorunner.toy_model import make_toy_model
 from nanorunner.workers.architectures import parse
 
+pytestmark = pytest.mark.beside
+
 TOLERANCE = 1e-4  # absolute, on logits of a few units: fp32 sums in another order
 # More than one block of 256, and more than llama3's original context in the tiny-llama preset.
 NUM_PROMPT, NUM_DECODE = 300, 4

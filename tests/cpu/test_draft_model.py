@@ -18,6 +18,8 @@ from nanorunner.presets import load_preset
 from nanorunner.toy_model import make_toy_model
 from nanorunner.workers.kv_cache import block_bytes
 
+pytestmark = pytest.mark.beside
+
 NUM_DRAFTS = 3
 HEATS = (0.0, 1.0, 0.7)
 

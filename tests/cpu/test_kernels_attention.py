@@ -23,6 +23,8 @@ from nanorunner.kernels.join_shares import share_counters
 from nanorunner.kernels.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
 from nanorunner.kernels.warm_up import warm_up_attention
 
+pytestmark = pytest.mark.beside
+
 # Query heads, KV heads, head dim: groups that are no power of two, one KV head, odd head dims.
 HEADS = [(9, 3, 64), (4, 1, 80), (5, 5, 96), (2, 1, 128), (2, 2, 256), (17, 1, 16)]
 DECODES = [(1, 5), (1, 256), (1, 257), (1, 1)]

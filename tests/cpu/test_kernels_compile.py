@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from compiling_process import run_compiling
 
+pytestmark = pytest.mark.beside
+
 FOLDER = Path(__file__).parent
 SHARED_LIMIT_BYTES = 227 * 1024  # what one thread block may have on Hopper
 # Of a draw, for each id and warp: Philox takes 36 and the noise 20. It is bound by them.

@@ -19,6 +19,8 @@ from nanorunner.kernels.rope_kv_write import (
 )
 from nanorunner.kernels.silu_mul import silu_mul_reference, silu_mul_triton
 
+pytestmark = pytest.mark.beside
+
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

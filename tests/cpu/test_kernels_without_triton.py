@@ -6,6 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.beside
+
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys

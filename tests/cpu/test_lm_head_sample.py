@@ -14,6 +14,8 @@ from nanorunner.kernels.lm_head_sample import (
 )
 from nanorunner.kernels.token_keys import NO_KEY, key_ids, key_values
 
+pytestmark = pytest.mark.beside
+
 lm_head_sample_triton = on_device(module.lm_head_sample_triton)
 PLAN = HeadPlan(16, 32, 1, 1)
 

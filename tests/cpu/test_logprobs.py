@@ -19,6 +19,8 @@ from nanorunner.kernels.logprobs import (
 )
 from nanorunner.kernels.token_keys import key_ids
 
+pytestmark = pytest.mark.beside
+
 ROWS = pytest.mark.parametrize(
     "statistics", [row_statistics_reference, on_device(row_statistics_triton)]
 )

@@ -98,18 +98,21 @@ def llm(reference: Reference) -> Iterator[LLM]:
         yield llm
 
 
+@pytest.mark.beside
 def test_tp_1_generates_what_transformers_generates(llm: LLM, reference: Reference) -> None:
     outputs = llm.generate(PROMPTS, greedy(NUM_TOKENS))
     assert ids_of(outputs) == reference.short
     assert outputs[0].outputs[0].text.startswith(" Paris.")
 
 
+@pytest.mark.beside
 def test_a_prompt_alone_gets_what_it_gets_in_a_batch(llm: LLM, reference: Reference) -> None:
     for index in (1, 6):
         alone = llm.generate(PROMPTS[index], greedy(NUM_TOKENS))
         assert ids_of(alone) == [reference.short[index]]
 
 
+@pytest.mark.beside
 def test_a_prompt_served_from_the_cache_gets_what_it_got_cold(
     llm: LLM, reference: Reference
 ) -> None:
@@ -127,6 +130,7 @@ def test_every_tp_generates_what_transformers_generates(tp: int, reference: Refe
         assert ids_of(llm.generate(PROMPTS, greedy(NUM_TOKENS))) == reference.short
 
 
+@pytest.mark.beside
 def test_prompts_in_pieces_get_what_they_get_whole(reference: Reference) -> None:
     # 100 tokens a step: a long prompt takes three, beside the decodes of those that came before.
     with LLM(device="cpu", dtype="float32", max_num_batched_tokens=100, max_num_seqs=8) as llm:
@@ -135,6 +139,7 @@ def test_prompts_in_pieces_get_what_they_get_whole(reference: Reference) -> None
     assert ids_of(outputs) == reference.long
 
 
+@pytest.mark.beside
 def test_preempted_requests_get_what_they_get_undisturbed(reference: Reference) -> None:
     # Five blocks: four requests start on one each, and only one of them can get its second.
     with LLM(device="cpu", dtype="float32", num_blocks=5, max_num_seqs=4, max_model_len=512) as llm:

@@ -31,6 +31,8 @@ from nanorunner.kernels.prepare_inputs import (
 )
 from nanorunner.kernels.state_tables import InputBuffers, LogitsRows
 
+pytestmark = pytest.mark.beside
+
 BLOCK_SIZE, MAX_BLOCKS, MAX_LEN, ROWS = 4, 5, 20, 6
 Prepare = Callable[..., None]
 DECODES = [prepare_decode_inputs_reference, prepare_decode_inputs_triton]

@@ -29,6 +29,7 @@ def fuzz(*flags: str) -> tuple[int, dict[str, Any]]:
     return result.returncode, report
 
 
+@pytest.mark.beside
 def test_asynchronous_steps_repeated_one_at_a_time_give_the_same_bits() -> None:
     code, report = fuzz("--steps", "300", "--seed", "2")
     assert (code, report["problem"], report["first_differences"]) == (0, "", [])
@@ -43,6 +44,7 @@ def test_two_ranks_too() -> None:
     assert report["same_memory_at_the_end"]
 
 
+@pytest.mark.beside
 def test_a_token_that_was_lost_on_its_way_is_found() -> None:
     code, report = fuzz("--steps", "60", "--plant", "token")
     assert code == 1
@@ -53,7 +55,10 @@ def test_a_token_that_was_lost_on_its_way_is_found() -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [("draft", "--steps", "80", "--seed", "2"), ("ngram", "--steps", "40", "--tp", "2")],
+    [
+        pytest.param(("draft", "--steps", "80", "--seed", "2"), marks=pytest.mark.beside),
+        ("ngram", "--steps", "40", "--tp", "2"),
+    ],
     ids=["draft", "ngram, two ranks"],
 )
 def test_drafts_are_proposed_and_accepted_alike(flags: tuple[str, ...]) -> None:
@@ -67,6 +72,7 @@ def test_drafts_are_proposed_and_accepted_alike(flags: tuple[str, ...]) -> None:
     assert events["verify_steps"] < report["steps_run"]
 
 
+@pytest.mark.beside
 def test_drafts_that_are_written_late_are_found() -> None:
     """A draft accepted or not is all that it changes: ids that come out are plain decoding's."""
     code, report = fuzz("--speculative", "draft", "--steps", "60", "--plant", "drafts")

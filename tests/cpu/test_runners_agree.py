@@ -107,6 +107,7 @@ def test_the_ids_are_those_of_one_rank(folder: Path, expected: Ids, runner: str)
 
 
 @pytest.mark.slow
+@pytest.mark.beside
 def test_smollm2_says_the_same_with_either_runner_at_either_depth() -> None:
     conversation = [[{"role": "user", "content": text}] for text in ("Hi!", "Count to five.")]
     params = [

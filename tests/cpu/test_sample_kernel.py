@@ -11,6 +11,8 @@ from kernel_cases import on_device
 from nanorunner.kernels import sample
 from nanorunner.kernels.sample import gumbel_argmax_reference
 
+pytestmark = pytest.mark.beside
+
 gumbel_argmax_triton = on_device(sample.gumbel_argmax_triton)
 Draw = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -16,6 +16,8 @@ from nanorunner.kernels.sample import gumbel_argmax
 from nanorunner.kernels.top_k_top_p import mask_top_k_top_p
 from nanorunner.workers.sampler import Sampler
 
+pytestmark = pytest.mark.beside
+
 NEGATIVE_INFINITY = float("-inf")
 
 

@@ -20,6 +20,8 @@ from nanorunner.workers.sampler import Sampler
 from nanorunner.workers.sampler_warm_up import exercise_sampler
 from nanorunner.workers.sampling_state import NoFreeSlot
 
+pytestmark = pytest.mark.beside
+
 TPS = pytest.mark.parametrize("tp", [1, 2, 3])
 VOCAB = 203
 

@@ -10,6 +10,8 @@ from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write_reference
 from nanorunner.kernels.self_attention import HeadShape, plan_attention, self_attention
 
+pytestmark = pytest.mark.beside
+
 BLOCK_SIZE, NUM_BLOCKS = 256, 9
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 5e-2}  # it rounds more often
 

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from compiling_process import run_compiling
 
+pytestmark = pytest.mark.beside
+
 NUM_COMPILED = {
     "decode_inputs_kernel": 2,
     "mixed_inputs_kernel": 2,

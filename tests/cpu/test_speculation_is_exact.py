@@ -19,6 +19,8 @@ from nanorunner.kernels.sample import gumbel_argmax_reference
 from nanorunner.kernels.state_tables import InputBuffers, StateTables
 from nanorunner.kernels.write_drafts import write_drafts_reference
 
+pytestmark = pytest.mark.beside
+
 CHI_SQUARE_LIMIT = 69.8
 NUM_TRIALS = 200_000
 NUM_IDS = 16

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from steady_generate_meter import FEW, MANY
 
+pytestmark = pytest.mark.beside
+
 METER = Path(__file__).with_name("steady_generate_meter.py")
 TIMEOUT_S = 280.0
 

@@ -19,6 +19,8 @@ from nanorunner.kernels.token_keys import (
     token_keys,
 )
 
+pytestmark = pytest.mark.beside
+
 Draw = Callable[..., torch.Tensor]
 draw_triton = on_device(sample_keys_triton)
 BOTH = pytest.mark.parametrize("draw", [sample_keys_reference, draw_triton])

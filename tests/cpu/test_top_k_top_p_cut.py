@@ -16,6 +16,8 @@ from nanorunner.kernels.min_p import min_p_floor_reference, min_p_floor_triton
 from nanorunner.kernels.token_keys import KEEP_ALL, LOWEST_KEY, key_values, token_keys
 from nanorunner.kernels.top_k_top_p_triton import top_k_top_p_cut_reference
 
+pytestmark = pytest.mark.beside
+
 Cut = Callable[..., torch.Tensor]
 cut_triton = on_device(top_k_top_p_triton.top_k_top_p_cut_triton)
 BOTH = pytest.mark.parametrize("find", [top_k_top_p_cut_reference, cut_triton])

@@ -10,6 +10,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.beside
+
 ROOT = Path(__file__).parents[2]
 
 

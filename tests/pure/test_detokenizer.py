@@ -16,6 +16,8 @@ from tokenizers.models import BPE, WordLevel
 
 from nanorunner.detokenizer import REPLACEMENT, WINDOW_TOKENS, Detokenizer, overlap
 
+pytestmark = pytest.mark.beside
+
 END = "<end>"
 
 

@@ -17,6 +17,8 @@ import pytest
 
 from nanorunner.draft_control import DraftController
 
+pytestmark = pytest.mark.beside
+
 K = 4
 NUM_STEPS = 5000
 PLAIN_S = 0.01

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from fake_runner import VOCAB, FakeRunner, run_alone
 from hypothesis import given, settings
 from scheduler_scripts import play, prompts, scripts_of
@@ -16,6 +17,8 @@ from scheduler_scripts import play, prompts, scripts_of
 from nanorunner.engine import Engine
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
+
+pytestmark = pytest.mark.beside
 
 BLOCK = 4
 EOS = frozenset({7, 11})

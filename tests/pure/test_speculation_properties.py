@@ -10,6 +10,7 @@ import random
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import pytest
 from fake_runner import VOCAB, run_alone
 from hypothesis import given, settings
 from scheduler_scripts import play, prompts, scripts_of
@@ -20,6 +21,8 @@ from nanorunner.engine import Engine
 from nanorunner.request import NO_ROW
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
+
+pytestmark = pytest.mark.beside
 
 EOS = frozenset({7, 11})
 NORMAL = (None, "stop", "length")

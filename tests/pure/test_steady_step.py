@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from steady_step_meter import NUM_REQUESTS
 
+pytestmark = pytest.mark.beside
+
 METER = Path(__file__).with_name("steady_step_meter.py")
 TIMEOUT_S = 200.0
 

@@ -22,7 +22,6 @@ Compiling happens on all threads, loading on one at a time, and a thread that bu
 
 from __future__ import annotations
 
-import functools
 import os
 import threading
 import time
@@ -40,6 +39,7 @@ from nanorunner.kernels.triton_support import compiling_only, triton
 
 T = TypeVar("T")
 STOP_WAIT_S = 10.0  # a kernel takes a second or two
+TURN_TIMEOUT_S = 120.0  # loading takes milliseconds, and the threads in front are not many
 EMPTY = (torch.empty, torch.empty_like, torch.empty_strided, torch.Tensor.new_empty)
 SELECTING = ("getitem", "setitem", "gather", "scatter", "index", "take", "embedding")
 
@@ -88,10 +88,16 @@ class _Turn:
         self._thread: int | None = None  # whose turn it is; written with the lock held
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        if not self._lock.acquire(timeout=TURN_TIMEOUT_S):
+            raise TimeoutError(
+                f"a compiled kernel waits to be loaded, for {TURN_TIMEOUT_S:g} s now: another "
+                "thread does not end its turn"
+            )
         self._thread = threading.get_ident()
 
     def __exit__(self, *error: object) -> None:
+        if self._thread != threading.get_ident():
+            return  # it did not get its turn back in left_to_others()
         self._thread = None
         self._lock.release()
 
@@ -112,6 +118,17 @@ class _Turn:
 _TURN_TO_LOAD = _Turn()
 
 
+class _CompilesBeside:
+    """Triton's C compiler for threads that leave their turn to load to others meanwhile."""
+
+    def __init__(self, compile_c: Callable[..., Any]) -> None:
+        self._compile_c = compile_c
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with _TURN_TO_LOAD.left_to_others():
+            return self._compile_c(*args, **kwargs)
+
+
 @contextmanager
 def _loading_while_c_compiles() -> Iterator[None]:
     """Inside, a thread that has its turn to load leaves it to others while C compiles for it.
@@ -119,19 +136,16 @@ def _loading_while_c_compiles() -> Iterator[None]:
     Wraps the function in which Triton runs the C compiler, or knobs.build.impl where a user has set
     it. That hook itself would not do: from it there is no way back to Triton's own compiler. A
     Triton without the function has nothing to wrap: since 3.7 one launcher serves all kernels.
+
+    A start that overlaps another one leaves the wrapper to that, so what is put back is never a
+    wrapper. Should the other end first, C compiles within the turn again: slower, not wrong.
     """
     build = triton.runtime.build
     compile_c = getattr(build, "_build", None)
-    if compile_c is None:
+    if compile_c is None or isinstance(compile_c, _CompilesBeside):
         yield
         return
-
-    @functools.wraps(compile_c)
-    def compile_beside(*args: Any, **kwargs: Any) -> Any:
-        with _TURN_TO_LOAD.left_to_others():
-            return compile_c(*args, **kwargs)
-
-    build._build = compile_beside
+    build._build = _CompilesBeside(compile_c)
     try:
         yield
     finally:

@@ -89,6 +89,17 @@ def choose_plan(op: str, rows: int, weight: torch.Tensor) -> AnyPlan:
     return tiles if tiles.kind == TILES else plan_few_rows(op, rows, weight)
 
 
+def compiled_for(op: str, rows: int, weight: torch.Tensor) -> tuple[AnyPlan, int]:
+    """Return what enters the compiled kernels of a projection of so many rows, of 1 to 16."""
+    plan = choose_plan(op, rows, weight)
+    return plan, rows if plan.kind == ROWS else _row_tile(rows, plan.out_tile)
+
+
+def _row_tile(rows: int, out_tile: int) -> int:
+    """Return the rows of a dot's tile."""
+    return 8 if rows <= 8 and out_tile >= 16 else 16
+
+
 def _add_norm(x: torch.Tensor, norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (normed total, total), total being x plus the residual in new memory."""
     rows, num_in = x.shape
@@ -199,7 +210,7 @@ def _launch_dot(
         IS_EVEN=num_out % plan.out_tile == 0 and num_in % whole == 0,
         IS_RAGGED=num_in % CHUNK != 0,
         NUM_STEPS=-(-num_in // whole),
-        ROW_TILE=8 if rows <= 8 and plan.out_tile >= 16 else 16,
+        ROW_TILE=_row_tile(rows, plan.out_tile),
         OUT_TILE=plan.out_tile,
         DEPTH=plan.in_tile // (CHUNK * plan.num_warps),
         WARPS=plan.num_warps,

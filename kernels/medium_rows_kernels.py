@@ -29,9 +29,8 @@ product then holds both of each pair, and the gate needs no exchange.
 
 from __future__ import annotations
 
-from nanorunner.kernels.early_fetch import fetch_to_l2
 from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait
-from nanorunner.kernels.triton_support import jit, tl
+from nanorunner.kernels.triton_support import IS_INTERPRETED, jit, tl
 
 
 @jit()
@@ -47,13 +46,29 @@ def _fetch_lines(
 ) -> None:
     """Start to copy num_bytes of each of this program's lines of the weight to L2: a hint.
 
-    One address at a time (early_fetch.py), so every warp starts its share of the lines.
+    No value enters the program, so it may come before the wait. Places and bytes are multiples of
+    COPY_BYTES (medium_rows_triton.py). The instruction takes one address at a time, so every warp
+    starts its share of the lines.
     """
     thread = tl.arange(0, 32 * WARPS)
     lane = thread % 32
     line = lines + thread // 32 * (LINES // WARPS) + lane
     is_mine = (lane < LINES // WARPS) & (line < num_lines)
-    fetch_to_l2(weight + line.to(tl.int64) * num_in + column, num_bytes, is_mine)
+    place = weight + line.to(tl.int64) * num_in + column
+    if not IS_INTERPRETED:
+        tl.inline_asm_elementwise(
+            """{
+            .reg .pred mine;
+            setp.ne.s32 mine, $3, 0;
+            @mine cp.async.bulk.prefetch.L2.global [$1], $2;
+            mov.b32 $0, 0;
+            }""",
+            "=r,l,r,r",
+            [place, num_bytes, is_mine.to(tl.int32)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 @jit()

@@ -8,8 +8,8 @@ GPU's. An entry is what a projection does, its weight's shape, its rows and the 
     rows         ops
     2 to 16      norm     add + RMSNorm, @ weight.T     the places of kernels/few_rows.py, which
                  plain    x @ weight.T                  asks here first and then its own table;
-                 gated    add + RMSNorm, @ gate_up.T,   entries are at 2, 4, 8 and 16 rows, and a
-                          SiLU(gate) * up               count between two takes the larger one's
+                 gated    add + RMSNorm, @ gate_up.T,   entries are at 2, 4, 8 and 16 rows: a count
+                          SiLU(gate) * up               takes its next power of two's, or none
     17 to 256    plain    x @ weight.T                  those of kernels/medium_rows.py; a count
                  gated    @ gate_up.T, SiLU(gate) * up  between two entries takes the larger one's,
                  added    x @ weight.T, added to the    however large that is

@@ -130,7 +130,7 @@ class Engine:
         prompt's log-probabilities.
         """
         self._check_usable()
-        return self.add_checked(self.check_request(prompt_ids, params), quiet=quiet)
+        return self._queue(self.check_request(prompt_ids, params), quiet)
 
     def check_embedding(self, prompt_ids: Sequence[int], pooling: str) -> Checked:
         """Return what add_checked takes, with nothing queued; ValueError as in add_embedding."""
@@ -142,11 +142,17 @@ class Engine:
         Return its id. Its only update has the embedding in `extras`. Errors as in add_request.
         """
         self._check_usable()
-        return self.add_checked(self.check_embedding(prompt_ids, pooling))[0]
+        return self._queue(self.check_embedding(prompt_ids, pooling), quiet=False)[0]
 
     def add_checked(self, checked: Checked, *, quiet: bool = False) -> list[int]:
-        """Queue the requests of what this engine has checked and return their ids."""
+        """Queue the requests of what this engine has checked and return their ids.
+
+        Raises ValueError, with nothing queued, for what another engine has checked.
+        """
         self._check_usable()
+        return self._queue(checked, quiet)
+
+    def _queue(self, checked: Checked, quiet: bool) -> list[int]:
         requests = self._intake.requests(checked)
         for request in requests:
             request.is_quiet = quiet and not request.brings_extras

@@ -3,7 +3,8 @@
     prompt, SamplingParams -> check           -> Checked -> requests -> n Requests
     prompt, pooling        -> check_embedding -> Checked -> requests -> the Request of an embedding
 
-Nothing is queued here, so a refusal leaves no trace. The engine calls it before the scheduler.
+Nothing is queued here, and a refusal leaves no trace: it takes no id and draws no number. The
+engine calls it before the scheduler.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import NamedTuple
 
 from nanorunner.compatibility import check_feature, check_params
 from nanorunner.request import Request, check_prompt, make_pooling_request, make_request
-from nanorunner.sampling_params import SamplingParams
+from nanorunner.sampling_params import SamplingParams, signed_64_bits
 from nanorunner.scheduler import Scheduler
 from nanorunner.workers.full_sampling import (
     MAX_LOGPROB_ENTRIES,
@@ -29,8 +30,9 @@ LAST_REQUEST_ID = 2**31 - 1  # ids cross the wire as int32, then start again at 
 
 
 class Checked(NamedTuple):
-    """What this engine can serve, so that nobody looks at it twice; made by Intake's checks."""
+    """What its maker's engine can serve, so that nobody looks at it twice."""
 
+    maker: Intake  # whose checks it has passed; no other one takes it
     prompt_ids: Int32  # [prompt_len] nobody else's, and never changed
     params: SamplingParams
     pooling: str = ""  # one of POOLINGS asks for an embedding; then params is ONE_OUTPUT
@@ -60,26 +62,30 @@ class Intake:
         for word in params.bad_words:
             if isinstance(word, str):
                 raise ValueError(f"bad_words {word!r}: the engine has no tokenizer; give its ids")
-        sampling = self._for_sampler(params, seed=0)
+        sampling = self._for_sampler(params)
         _check_logprobs_fit(len(prompt), sampling, self._scheduler.drafts.max_query_len)
-        return Checked(prompt, params)
+        return Checked(self, prompt, params)
 
     def requests(self, checked: Checked) -> list[Request]:
         """Return params.n requests for one prompt, or the one of an embedding.
 
         Each draws by a seed of its own; the first alone brings the prompt's log-probabilities.
-        Raises ValueError, as check() does, when params.logit_bias, a dict, has changed since.
+        Raises ValueError when another engine has checked it, and as check() does when
+        params.logit_bias, a dict, has changed since.
         """
-        prompt, params, pooling = checked
+        maker, prompt, params, pooling = checked
+        if maker is not self:
+            raise ValueError("this request was checked by another engine; check it with this one")
         if pooling:
             return [make_pooling_request(self._new_id(), prompt, pooling)]
+        sampling = self._for_sampler(params)  # may refuse, so before a number is drawn
         # Drawn for every prompt, so that one with its own seed does not shift the others'.
         seed = self._random.getrandbits(64)
         if params.seed is not None:
             seed = params.seed
         requests = []
         for child in range(params.n):
-            sampling = self._for_sampler(params, child_seed(seed, child))
+            sampling = sampling._replace(seed=signed_64_bits(child_seed(seed, child)))
             if child > 0:
                 sampling = sampling._replace(prompt_logprobs=-1)
             max_model_len = self._scheduler.max_model_len
@@ -93,10 +99,10 @@ class Intake:
             raise ValueError(f"pooling {pooling!r}: use {' or '.join(POOLINGS)}")
         prompt = check_prompt(prompt_ids, self._vocab_size)
         self._scheduler.check_prompt_fits(len(prompt), least_output=0)
-        return Checked(prompt, ONE_OUTPUT, pooling)
+        return Checked(self, prompt, ONE_OUTPUT, pooling)
 
-    def _for_sampler(self, params: SamplingParams, seed: int) -> FullSampling:
-        sampling = params.for_sampler(seed, self._scheduler.eos_token_ids, self._vocab_size)
+    def _for_sampler(self, params: SamplingParams) -> FullSampling:
+        sampling = params.for_sampler(0, self._scheduler.eos_token_ids, self._vocab_size)
         check_full_sampling(sampling, self._vocab_size)
         return sampling
 

@@ -207,7 +207,10 @@ def download(model: str, load_format: str) -> Path:
 
 
 def fetch(model: str, patterns: list[str]) -> Path:
-    """Return the local folder with a hub id's files of these names; ValueError if it fails."""
+    """Return the local folder with a hub id's files of these names; ValueError if it fails.
+
+    The error says all that the hub's library did, without its traceback of a hundred lines.
+    """
     # Imported here: a folder or a preset needs no network library.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import (
@@ -223,22 +226,23 @@ def fetch(model: str, patterns: list[str]) -> Path:
         return Path(
             snapshot_download(model, allow_patterns=patterns, ignore_patterns=IGNORED_PATTERNS)
         )
-    except GatedRepoError as error:  # before its parent, RepositoryNotFoundError
+    except GatedRepoError:  # before its parent, RepositoryNotFoundError
         raise ValueError(
             f"model {model!r} is gated: accept its licence at https://huggingface.co/{model} and "
             "log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
+        ) from None
+    except RepositoryNotFoundError:
         raise ValueError(
             f"model {model!r}: no such model on the hub (or a private one: `hf auth login`); "
             f"check the name, {hint}"
-        ) from error
+        ) from None
     except LocalEntryNotFoundError as error:
         raise ValueError(
-            f"model {model!r} is not in the local cache and the hub cannot be reached; "
-            f"connect to the network (and unset HF_HUB_OFFLINE), {hint}"
-        ) from error
+            f"model {model!r} is not in the local cache and the hub cannot be reached "
+            f"({error.__cause__ or error}); connect to the network (and unset HF_HUB_OFFLINE), "
+            f"{hint}"
+        ) from None
     except (HfHubHTTPError, OSError) as error:
         raise ValueError(
             f"model {model!r}: the download failed: {error}; try again, {hint}"
-        ) from error
+        ) from None

@@ -82,7 +82,7 @@ class SamplingParams:
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
             min_p=self.min_p,
-            seed=_signed_64_bits(seed),
+            seed=signed_64_bits(seed),
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -146,6 +146,6 @@ def _token_id(key: Any) -> Any:
     return int(key) if isinstance(key, str) and key.isdecimal() else key
 
 
-def _signed_64_bits(seed: int) -> int:
+def signed_64_bits(seed: int) -> int:
     """Return the seed's low 64 bits as the signed number that fits an int64 tensor."""
     return (seed + 2**63) % 2**64 - 2**63

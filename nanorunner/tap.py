@@ -32,8 +32,8 @@ from nanorunner.workers.channel import Channel
 
 NO_FRAMES = "tap: tp 1 has no wire: rank 0 calls its own runner, and no frame is sent; use --tp 2"
 ABOUT = """\
-tap: a line for each frame of rank 0. +ms: since the sending of the frame before. acks, ms: from a
-tap: frame's sending until rank r had copied it out, by its own clock."""
+tap: a line for each frame of rank 0. +ms: since the sending of the frame before.
+tap: acks, ms: from a frame's sending until rank r had copied it out, by its own clock."""
 ARGUMENTS_LEVEL = 2
 INDENT = " " * 7
 ACK_CHARS = 9  # of "r1 0.071 ", the usual width of an ack

@@ -1,15 +1,16 @@
-"""Is a stage that became slower found? Plant a slow-down, then look with the project's own tools.
+"""Is a forward that became slower found? Plant a slow-down, look with the project's own tools.
 
-    python scripts/find_slow_down.py --stage forward --share 0.2 --model qwen3-0.6b \
+    python scripts/find_slow_down.py --share 0.2 --model qwen3-0.6b \
         --load-format dummy --skip-tokenizer-init --workload b64 --temperature 0.6
 
-    plain      bench throughput --step-times: how long the stage takes
-    compare    that command against itself with a delay of `share` of it inside the stage, in fresh
-               processes by turns, as `bench compare` does
+    plain      bench throughput --step-times: how long the forward takes
+    compare    that command against itself with a delay of `share` of it inside the forward, in
+               fresh processes by turns, as `bench compare` does
 
-Found means two things: the step breakdown has the stage, and no other part, longer by about the
+Found means two things: the step breakdown has the forward, and no other part, longer by about the
 delay, and the comparison's verdict on the throughput is "worse". The exit code is 1 otherwise. The
-delay is a kernel on a GPU (a part of the captured graph) and a busy wait on a CPU.
+delay is a kernel on a GPU (a part of the captured graph) and a busy wait on a CPU. One rank only:
+the delay would not be in the other ranks' processes.
 """
 
 from __future__ import annotations
@@ -25,15 +26,19 @@ from typing import Any
 import torch
 
 from nanorunner.bench.cli import main as bench
+from nanorunner.bench.cli import parser_of
 from nanorunner.bench.compare import conclude, measure
 from nanorunner.bench.measuring_flags import count_above_0, number_above_0
 from nanorunner.bench.sides import Side
-from nanorunner.workers.sampler_v2 import SamplerV2
+from nanorunner.bench.verdicts import MIN_ROUNDS_OF_A_VERDICT
+from nanorunner.config import Config, make_config
+from nanorunner.flags import engine_settings
+from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.state_tables import InputBuffers
 from nanorunner.workers.step_body import StepBody
 
-STAGES = {"forward": (StepBody, "_forward"), "sample": (SamplerV2, "sample")}
+STAGE = "forward"  # StepBody._forward, as the step breakdown names it
 PLAIN, SLOW = "v2", "v2, slower"
-ROUNDS = 6  # what a verdict needs
 TIMEOUT_S = 300.0  # of one process
 NEAR = 0.5  # the part grew by the delay, give or take this share of it
 CALIBRATION_CYCLES = 20_000_000  # about ten milliseconds
@@ -41,7 +46,7 @@ SLOWED = "--slowed"  # what this script calls itself with
 
 
 def delay_on(device: str, us: float) -> Callable[[], None]:
-    """Return what delays a stage by so many microseconds: a kernel on a GPU, else a busy wait."""
+    """Return what delays a forward by so many microseconds: a kernel on a GPU, else a busy wait."""
     if device == "cpu":
 
         def wait() -> None:
@@ -60,26 +65,39 @@ def delay_on(device: str, us: float) -> Callable[[], None]:
     return lambda: torch.cuda._sleep(round(us * cycles_per_us))  # type: ignore[no-untyped-call]
 
 
-def serve_slowed(stage: str, us: float, argv: list[str]) -> int:
-    """Run a bench command in this process with a slower stage; return its exit code."""
-    owner, name = STAGES[stage]
-    plain = getattr(owner, name)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    delay = delay_on(argv[argv.index("--device") + 1] if "--device" in argv else device, us)
+def config_of(flags: list[str]) -> Config:
+    """Return what flags of `bench throughput` ask of the engine.
 
-    def slowed(*args: Any, **kwargs: Any) -> Any:
-        result = plain(*args, **kwargs)
+    Raises ValueError for what no engine can be; an unknown flag ends the process with 2.
+    """
+    return make_config(engine_settings(parser_of("throughput").parse(flags)))
+
+
+def device_of(flags: list[str]) -> str:
+    """Return where a command with these flags runs: cpu or cuda."""
+    device = config_of(flags).device
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return device
+
+
+def serve_slowed(us: float, flags: list[str]) -> int:
+    """Run `bench throughput` in this process with a slower forward; return its exit code."""
+    delay, forward = delay_on(device_of(flags), us), StepBody._forward
+
+    def slowed(self: StepBody, buffers: InputBuffers, batch: AttentionBatch) -> torch.Tensor:
+        hidden = forward(self, buffers, batch)
         delay()
-        return result
+        return hidden
 
-    setattr(owner, name, slowed)
-    return bench(argv)
+    StepBody._forward = slowed  # type: ignore[method-assign]
+    return bench(["throughput", *flags])
 
 
-def part_of(result: dict[str, Any], stage: str) -> dict[str, Any]:
-    """Return a stage's part of a step, as the step breakdown names it."""
-    part: dict[str, Any] = result["steps"]["parts"][stage]
-    return part
+def forward_us(result: dict[str, Any]) -> float:
+    """Return the median time of a step's forward."""
+    median: float = result["steps"]["parts"][STAGE]["median_us"]
+    return median
 
 
 def grown_parts(plain: dict[str, Any], slow: dict[str, Any], delay_us: float) -> dict[str, float]:
@@ -96,31 +114,36 @@ def grown_parts(plain: dict[str, Any], slow: dict[str, Any], delay_us: float) ->
     return {name: us for name, us in grown.items() if us > NEAR * delay_us}
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     """Plant, look, print what was found and return the exit code."""
     parser = argparse.ArgumentParser(prog="find_slow_down", description=__doc__.splitlines()[0])
-    parser.add_argument("--stage", choices=sorted(STAGES), default="forward")
-    parser.add_argument("--share", type=number_above_0, default=0.2, help="of the stage's time")
-    parser.add_argument("--rounds", type=count_above_0, default=ROUNDS)
+    parser.add_argument("--share", type=number_above_0, default=0.2, help="of the forward's time")
+    parser.add_argument("--rounds", type=count_above_0, default=MIN_ROUNDS_OF_A_VERDICT)
     parser.add_argument("--out", type=Path, help="also write the JSON here")
-    args, flags = parser.parse_known_args()
-    if args.rounds < ROUNDS:
-        parser.error(f"--rounds {args.rounds}: a verdict needs {ROUNDS}")
-    flags = ["--step-times", "--quiet", "--keep-ids", *flags]
+    args, flags = parser.parse_known_args(argv)
+    if args.rounds < MIN_ROUNDS_OF_A_VERDICT:
+        parser.error(f"--rounds {args.rounds}: a verdict needs {MIN_ROUNDS_OF_A_VERDICT}")
+    flags = ["--runner", "v2", "--step-times", "--quiet", "--keep-ids", *flags]
+    try:
+        tp = config_of(flags).tp
+    except ValueError as error:
+        parser.error(str(error))
+    if tp > 1:
+        parser.error(f"--tp {tp}: only rank 0 would be slower; use 1")
     sides = [Side(label=label, name="v2", own={}) for label in (PLAIN, SLOW)]
     delay_us = 0.0
 
     def command(side: Side, out: Path) -> list[str]:
-        ending = ["throughput", "--runner", "v2", *flags, "--out", str(out)]
+        ending = [*flags, "--out", str(out)]
         if side.label == PLAIN:
-            return ["python", "-m", "nanorunner", "bench", *ending]
-        return ["python", __file__, SLOWED, args.stage, str(delay_us), *ending]
+            return ["python", "-m", "nanorunner", "bench", "throughput", *ending]
+        return ["python", __file__, SLOWED, str(delay_us), *ending]
 
     first = measure(sides[:1], command, 1, TIMEOUT_S)[PLAIN]
     if first.problem:
         print(f"find_slow_down: {first.problem}", file=sys.stderr)
         return 1
-    delay_us = args.share * part_of(first.results[0], args.stage)["median_us"]
+    delay_us = args.share * forward_us(first.results[0])
     compared = conclude(sides, measure(sides, command, args.rounds, TIMEOUT_S), {}, 0.0)
     if compared["problems"]:
         print("find_slow_down:", *compared["problems"], sep="\n  ", file=sys.stderr)
@@ -129,10 +152,10 @@ def main() -> int:
     throughput = compared["ratios"][SLOW]["output_tokens_per_s"]
     found = {
         "benchmark": "find slow-down",
-        "stage": args.stage,
+        "stage": STAGE,
         "share": args.share,
         "delay_us": round(delay_us, 1),
-        "stage_us": [part_of(result, args.stage)["median_us"] for result in (plain, slow)],
+        "stage_us": [forward_us(result) for result in (plain, slow)],
         "parts_that_grew": grown_parts(plain, slow, delay_us),
         "throughput": throughput,
         "rounds": args.rounds,
@@ -140,10 +163,8 @@ def main() -> int:
         "machine": plain["machine"],
         "commit": plain["commit"],
     }
-    # on a GPU a stage is timed on the device; the time in which the CPU launches it is another part
-    found["good"] = set(found["parts_that_grew"]) == {args.stage} and (
-        throughput["verdict"] == "worse"
-    )
+    # on a GPU the forward is timed on the device; its launch by the CPU is another part
+    found["good"] = set(found["parts_that_grew"]) == {STAGE} and (throughput["verdict"] == "worse")
     for name, value in found.items():
         print(f"{name:<16} {value}")
     text = json.dumps(found)
@@ -155,5 +176,5 @@ def main() -> int:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == [SLOWED]:
-        sys.exit(serve_slowed(sys.argv[2], float(sys.argv[3]), sys.argv[4:]))
-    sys.exit(main())
+        sys.exit(serve_slowed(float(sys.argv[2]), sys.argv[3:]))
+    sys.exit(main(sys.argv[1:]))

@@ -30,18 +30,17 @@ from nanorunner.kernels.medium_rows_plans import LIBRARY as NO_TILES
 if TYPE_CHECKING:
     from scripts.bench_engine import write
     from scripts.tune_check import projection_truth
-    from scripts.tune_models import all_shapes
+    from scripts.tune_models import EPS, OPTIONS, all_shapes
     from scripts.tune_plans import LIBRARY, candidates
     from scripts.tune_race import Race, measured, write_table
 else:  # a script's own folder is where Python looks first; it is no package
     from bench_engine import write
     from tune_check import projection_truth
-    from tune_models import all_shapes
+    from tune_models import EPS, OPTIONS, all_shapes
     from tune_plans import LIBRARY, candidates
     from tune_race import Race, measured, write_table
 
-EPS = 1e-6
-FEW_ROWS = [1, 8, 16, 4, 2]
+ROWS_TO_TRY = [1, 8, 16, 4, 2]  # the most wanted first
 
 
 def ops_of(tp: int, rows: int) -> tuple[str, str, str, str]:
@@ -79,24 +78,22 @@ class Problem(NamedTuple):
 
 def problem(op: str, rows: int, num_out: int, num_in: int, sets: int) -> Problem:
     """Return random inputs of about unit scale, and `sets` weights."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-    x = torch.randn((rows, num_in), **options)
+    x = torch.randn((rows, num_in), **OPTIONS)
     norm = None
     if op != PLAIN:
         norm = Norm(
-            torch.randn((rows, num_in), **options), torch.rand(num_in, **options) + 0.5, EPS
+            torch.randn((rows, num_in), **OPTIONS), torch.rand(num_in, **OPTIONS) + 0.5, EPS
         )
     shape = (num_out, num_in)
-    weights = [torch.randn(shape, **options).mul_(num_in**-0.5) for _ in range(sets)]
+    weights = [torch.randn(shape, **OPTIONS).mul_(num_in**-0.5) for _ in range(sets)]
     return Problem(op, x, norm, weights)
 
 
 def compile_plan(op: str, rows: int, num_out: int, num_in: int, plan: AnyPlan) -> None:
     """Compile what a candidate launches, into the cache on disk; on empty buffers."""
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-    x, gain = torch.empty((rows, num_in), **options), torch.empty(num_in, **options)
+    x, gain = torch.empty((rows, num_in), **OPTIONS), torch.empty(num_in, **OPTIONS)
     norm = None if op == PLAIN else Norm(torch.empty_like(x), gain, EPS)
-    weight = torch.empty((num_out, num_in), **options)
+    weight = torch.empty((num_out, num_in), **OPTIONS)
     Problem(op, x, norm, [weight]).launch(weight, plan)
 
 
@@ -124,7 +121,7 @@ def tune_rows(
     """Measure the projections and write the table after each, so that nothing found is lost."""
     path = args.table or FOLDER / f"{gpu_name(torch.device('cuda'))}.yaml"
     table: dict[Any, Any] = measured(path, load_table(path))
-    shapes = all_shapes(args.models, args.tp, args.rows or FEW_ROWS, ops_of)
+    shapes = all_shapes(args.models, args.tp, args.rows or ROWS_TO_TRY, ops_of)
     race = Race(LIBRARY, candidates, compile_plan, compiled_for, problem, plan_text)
     for found in race.run(shapes, pool, end_s):
         table[found.key] = (found.plan, found.us)

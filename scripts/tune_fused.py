@@ -34,10 +34,11 @@ from nanorunner.kernels.triton_support import num_processors
 
 if TYPE_CHECKING:
     from scripts.bench_kernels import READ_BYTES_PER_S, graph_us
+    from scripts.tune_models import EPS, OPTIONS
 else:  # a script's own folder is where Python looks first; it is no package
     from bench_kernels import READ_BYTES_PER_S, graph_us
+    from tune_models import EPS, OPTIONS
 
-EPS = 1e-6
 # A candidate that does not compile, fit or run: named, and left out.
 FAILURES = (TritonError, RuntimeError)
 BLOCK_TOKENS = 256
@@ -47,7 +48,6 @@ MAX_KV_BYTES = 8e9
 SIZES = {"0.6b": (1024, 16, 8, 128, 3072), "8b": (4096, 32, 8, 128, 12288)}
 LENGTHS = (512, 1024, 4096)
 BATCHES = (1, 8, 16, 64)
-OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 Attention = tuple[DecodePlan | None, bool]  # of fused_decode; a plan of None: two launches
 

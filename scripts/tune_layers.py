@@ -27,19 +27,17 @@ if TYPE_CHECKING:
     from scripts import tune_few
     from scripts.bench_kernels import READ_BYTES_PER_S, graph_us, num_sets
     from scripts.tune_few import baseline
-    from scripts.tune_models import MODELS, layer_shapes
+    from scripts.tune_models import EPS, MODELS, OPTIONS, layer_shapes
     from scripts.tune_race import Result
 else:  # a script's own folder is where Python looks first; it is no package
     import tune_few
     from bench_kernels import READ_BYTES_PER_S, graph_us, num_sets
     from tune_few import baseline
-    from tune_models import MODELS, layer_shapes
+    from tune_models import EPS, MODELS, OPTIONS, layer_shapes
     from tune_race import Result
 
-EPS = 1e-6
 LEAST_GAIN = 0.01  # of a layer's time: what two runs of one measurement differ by
 TPS = (1, 2, 4, 8)  # whose layers may need an entry
-OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 HEADS = ("model", "tp", "rows", "floor", "without", "table")
 FORMAT = "{:<6} {:>3} {:>5} {:>7} {:>9} {:>8}"
 

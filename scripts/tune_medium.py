@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from scripts.tune_check import projection_truth
     from scripts.tune_layers import FORMAT, HEADS, gains, layer_line, ops_of, settle
     from scripts.tune_medium_plans import candidates, predicted_us
-    from scripts.tune_models import all_shapes
+    from scripts.tune_models import EPS, OPTIONS, all_shapes
     from scripts.tune_race import Race, Result, measured, write_table
 else:  # a script's own folder is where Python looks first; it is no package
     import tune_few
@@ -41,13 +41,11 @@ else:  # a script's own folder is where Python looks first; it is no package
     from tune_check import projection_truth
     from tune_layers import FORMAT, HEADS, gains, layer_line, ops_of, settle
     from tune_medium_plans import candidates, predicted_us
-    from tune_models import all_shapes
+    from tune_models import EPS, OPTIONS, all_shapes
     from tune_race import Race, Result, measured, write_table
 
-EPS = 1e-6
 ROWS = [64, 128, 32, 96, 48, 24]  # the most wanted first
 RACE_SHARE = 0.8  # of the time; the rest is for layers
-OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
 
 
 class Problem(NamedTuple):

@@ -1,9 +1,14 @@
-"""The decoders whose projections scripts/tune.py measures."""
+"""The decoders whose projections scripts/tune.py measures, and what all of them share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import torch
+
+EPS = 1e-6
+OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}  # of every tensor
 
 Shape = tuple[str, int, int]  # op, out, in
 

@@ -8,12 +8,12 @@ Their rows are -1, nobody: the kernels read and write no KV and no state for tho
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from nanorunner.kernels import lm_head_sample
 from nanorunner.kernels.few_rows_plans import MAX_ROWS
 from nanorunner.workers.cuda_graphs import PLAIN, Descriptor, capture_sizes
 from nanorunner.workers.full_sampling import MAX_LOGPROB_ENTRIES
@@ -37,16 +37,42 @@ def warm_up(runner: ModelRunner) -> None:
             verify_nothing(runner, 1, is_decode=is_decode)
     if runner.model.has_few_rows and not runner.has_graphs:  # graphs run these before capture
         most = max(MAX_ROWS, runner.model.max_medium_rows)
-        drafting = None if runner.proposer is None else runner.proposer.decoder
-        if drafting is not None:  # which draws by lm_head_sample in eager steps too
-            most = max(most, drafting.max_medium_rows, lm_head_sample.MAX_ROWS)
         for num_reqs in capture_sizes(min(most, config.max_num_seqs)):
             idle_step(runner, num_reqs, 1, is_decode=False)
-            if config.max_query_len > 1:
-                verify_nothing(runner, num_reqs, is_decode=False)
+    if runner.model.has_few_rows and config.max_query_len > 1:
+        for num_reqs, num_chunks in new_verify_steps(runner):
+            verify_nothing(runner, num_reqs, num_chunks, is_decode=False)
     runner.states.touch()
     runner.writer.apply()
     _exercise(runner, num_rows=2)
+
+
+def new_verify_steps(runner: ModelRunner) -> Iterator[tuple[int, int]]:
+    """Yield the (groups, one-token chunks) of eager steps that launch projections of a new kind.
+
+    A group has max_query_len places and a chunk one, so steps have row counts between those of the
+    plain steps and of the graphs, and the tables may have tiles of their own for them.
+    """
+    query_len, max_num_seqs = runner.config.max_query_len, runner.config.max_num_seqs
+    model, drafting = runner.model, None
+    if runner.proposer is not None and not runner.has_graphs:  # with graphs it has its own
+        drafting = runner.proposer.decoder
+    seen: set[tuple[object, ...]] = set()
+    for size in capture_sizes(max_num_seqs):
+        seen.add((model, *model.compiled_for(size)))
+        if runner.has_graphs:
+            seen.add((model, *model.compiled_for(size * query_len)))
+    for rows in range(query_len, max_num_seqs * query_len + 1):
+        num_reqs, num_chunks = divmod(rows, query_len)  # the fewest requests of so many rows
+        leaders = num_reqs + num_chunks
+        if leaders > max_num_seqs:
+            continue
+        passes = {(model, *model.compiled_for(rows))}
+        if drafting is not None:  # its first pass has two places a request
+            passes |= {(drafting, *drafting.compiled_for(n)) for n in (leaders, 2 * leaders)}
+        if not passes <= seen:
+            seen |= passes
+            yield num_reqs, num_chunks
 
 
 def widest_step(runner: ModelRunner) -> None:
@@ -86,14 +112,20 @@ def idle_step(runner: ModelRunner, num_reqs: int, query_len: int, *, is_decode: 
 
 
 @torch.inference_mode()
-def verify_nothing(runner: ModelRunner, num_reqs: int, *, is_decode: bool) -> None:
-    """Run a step that verifies the drafts of num_reqs requests of nobody."""
-    query_len, everyone = runner.config.max_query_len, np.ones(num_reqs, np.bool_)
-    rows = np.full(num_reqs, -1, np.int64)
-    places = lay_out(rows, np.full(num_reqs, query_len, np.int64), everyone, everyone)
+def verify_nothing(
+    runner: ModelRunner, num_reqs: int, num_chunks: int = 0, *, is_decode: bool
+) -> None:
+    """Run a step that verifies the drafts of num_reqs requests of nobody.
+
+    Beside them are chunks of one token, the last of their prompts; not in a decode.
+    """
+    is_verified = np.arange(num_reqs + num_chunks) < num_reqs
+    counts = np.where(is_verified, runner.config.max_query_len, 1)
+    rows = np.full(len(counts), -1, np.int64)
+    places = lay_out(rows, counts, np.ones(len(counts), np.bool_), is_verified)
     runner.inputs.send(places)
     if is_decode:
-        runner.decode_body(Descriptor(num_reqs, PLAIN, query_len))
+        runner.decode_body(Descriptor(num_reqs, PLAIN, places.query_len))
     else:
         runner.mixed_step(places, max_seq_len=runner.config.max_model_len)
 

@@ -63,7 +63,10 @@ class Rounds(NamedTuple):
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags, and those of `throughput`."""
     parser.add_argument(
-        "sides", nargs="+", metavar="SIDE", help="v1, v2, v2:SETTING=VALUE,..., vllm, hf; first"
+        "sides",
+        nargs="+",
+        metavar="SIDE",
+        help="v1, v2, v2:SETTING=VALUE,..., vllm, hf; sides come before the flags",
     )
     group = parser.add_argument_group("comparison")
     group.add_argument(

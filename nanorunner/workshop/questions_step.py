@@ -25,8 +25,8 @@ def frames(setting: Setting) -> Question:
     started = len(STAGES)
     answer = started + NEW_TOKENS + 1 if setting.tp > 1 else 0
     return Question(
-        text=f"An engine starts, completes one short prompt with {NEW_TOKENS} new tokens, and "
-        f"closes. How many frames did rank 0 write?",
+        text=f"An engine starts, completes one short prompt with {NEW_TOKENS} new tokens "
+        f"(max_tokens {NEW_TOKENS}, no end-of-text), and closes. How many frames did rank 0 write?",
         answer=answer,
         hint=f"A frame for each stage before the first step, one for each step, one for the end. "
         f"(The prompt's own step samples the first token.) At tp {setting.tp}, is there a wire?",
@@ -36,7 +36,8 @@ def frames(setting: Setting) -> Question:
         slips={
             NEW_TOKENS: "Those are the steps. What comes before the first and after the last?",
             started + NEW_TOKENS: "And how do the ranks hear that it is over?",
-            started + NEW_TOKENS + 2: "The step that computes the prompt samples a token already.",
+            started + NEW_TOKENS + 2: "The step that computes the prompt samples a token already, "
+            "and only an answer that an end-of-text ends costs one step more.",
         }
         if answer
         else {},

@@ -43,6 +43,7 @@ QWEN3 = {
 # Slips that the hints are made for: the answer and words of its hint.
 SLIPS: list[tuple[int, int, str, str]] = [
     (1, 4, "8", "before the first and after the last"),
+    (1, 4, "14", "only an answer that an end-of-text ends"),
     (2, 4, "16", "query heads"),
     (3, 4, "299", "Which physical block does the table say"),
     (3, 4, "299.5", "logical block = token // 256"),

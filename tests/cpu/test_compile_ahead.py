@@ -10,6 +10,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -167,6 +168,47 @@ def test_what_a_thread_builds_that_loads_no_kernel_ends_no_other_threads_turn(
         triton.runtime.build.compile_module_from_src(src="", name="driver")
     assert launchers.most_loading == 1
     assert [kernel.launch for kernel in kernels] == ["a", "b"]
+
+
+def test_starts_that_overlap_put_tritons_compiler_back() -> None:
+    before = triton.runtime.build._build
+    first, second = (ahead._loading_while_c_compiles() for _ in range(2))
+    with ExitStack() as later:
+        with first:
+            later.enter_context(second)
+        assert triton.runtime.build._build is before
+    assert triton.runtime.build._build is before
+
+
+def test_a_turn_that_another_thread_keeps_ends_the_start_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ahead, "TURN_TIMEOUT_S", 0.1)
+
+    def start() -> None:
+        with ahead._TURN_TO_LOAD, compile_ahead(CPU, 1, timeout_s=LIMIT_S) as compilers:
+            ask(compilers, "a", lambda: Kernel("a", []))
+
+    with pytest.raises(TimeoutError, match=r"waits to be loaded, for 0\.1 s"):
+        start()
+
+
+def test_who_does_not_get_its_turn_back_ends_no_other_threads_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    turn = ahead._Turn()
+    monkeypatch.setattr(ahead, "TURN_TIMEOUT_S", 0.1)
+
+    def lose() -> None:
+        with turn, turn.left_to_others():
+            keeper = threading.Thread(target=turn.__enter__)
+            keeper.start()
+            keeper.join(LIMIT_S)
+
+    with pytest.raises(TimeoutError, match="waits to be loaded"):
+        lose()
+    with pytest.raises(TimeoutError, match="waits to be loaded"), turn:
+        pass
 
 
 def test_a_triton_that_builds_nothing_in_c_needs_no_function_for_it(

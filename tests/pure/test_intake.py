@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -159,6 +160,38 @@ def test_a_bias_that_changed_after_the_check_is_checked_again() -> None:
     params.logit_bias[VOCAB] = 1.0
     with pytest.raises(ValueError, match="logit_bias: id 50"):
         intake.requests(checked)
+
+
+def test_a_refusal_after_the_check_shifts_no_other_request_s_seed_or_id() -> None:
+    intake, changing = make_intake(), SamplingParams(logit_bias={7: 1})
+    checked = intake.check(PROMPT, changing)
+    changing.logit_bias[VOCAB] = 1.0
+    with pytest.raises(ValueError, match="logit_bias: id 50"):
+        intake.requests(checked)
+    (after,) = requests(intake, SamplingParams())
+    (alone,) = requests(make_intake(), SamplingParams())
+    assert (after.request_id, after.sampling) == (alone.request_id, alone.sampling)
+
+
+def test_what_another_engine_has_checked_is_refused() -> None:
+    """The other one may have more words, features or room for log-probabilities."""
+    intake, other = make_intake(), make_intake(vocab_size=2 * VOCAB)
+    for checked in (
+        other.check([VOCAB], SamplingParams()),
+        other.check_embedding([VOCAB], "last"),
+    ):
+        with pytest.raises(ValueError, match="checked by another engine"):
+            intake.requests(checked)
+
+
+def test_the_seeds_that_prompts_draw_are_those_of_the_engine_s_random_numbers() -> None:
+    intake, numbers = make_intake(seed=4), Random(4)
+    for params in (SamplingParams(n=2), SamplingParams(seed=1), SamplingParams()):
+        seed = numbers.getrandbits(64)
+        if params.seed is not None:
+            seed = params.seed
+        (first, *_) = requests(intake, params)
+        assert first.sampling.seed % 2**64 == seed
 
 
 def test_log_probabilities_that_the_ranks_have_no_room_for_are_refused() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -209,9 +210,10 @@ def resolve_in_child(
 ) -> dict[str, str]:
     """Resolve in a process of its own, since the hub's address is read on import."""
     code = (
-        "import json, sys; from nanorunner.model_source import resolve_model\n"
+        "import json, sys, traceback; from nanorunner.model_source import resolve_model\n"
         "try: print(json.dumps({'folder': resolve_model(*sys.argv[1:]).folder}))\n"
-        "except ValueError as error: print(json.dumps({'error': str(error)}))\n"
+        "except ValueError as error:\n"
+        "    print(json.dumps({'error': str(error), 'shown': traceback.format_exc()}))\n"
     )
     environment = {k: v for k, v in os.environ.items() if "proxy" not in k.lower()}
     environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", **more}
@@ -255,15 +257,31 @@ def test_a_model_that_cannot_run_is_refused_before_its_weights_are_fetched(
     assert not list(tmp_path.rglob("*.safetensors"))
 
 
+def error_alone(answer: dict[str, str]) -> str:
+    """Return the error's words; no other error is shown with it."""
+    assert answer["shown"].count("Traceback") == 1
+    return answer["error"]
+
+
 def test_the_hubs_refusals_are_named(hub: str, tmp_path: Path) -> None:
-    assert "no such model" in resolve_in_child("acme/nothing", hub, tmp_path)["error"]
-    assert "gated: accept its licence" in resolve_in_child("acme/gated", hub, tmp_path)["error"]
+    assert "no such model" in error_alone(resolve_in_child("acme/nothing", hub, tmp_path))
+    gated = error_alone(resolve_in_child("acme/gated", hub, tmp_path))
+    assert "gated: accept its licence" in gated
+
+
+def test_a_download_that_fails_says_why(hub: str, tmp_path: Path) -> None:
+    no_folder = tmp_path / "file"
+    no_folder.touch()
+    error = error_alone(resolve_in_child("acme/tiny", hub, no_folder))
+    assert "the download failed" in error
+    assert str(no_folder) in error
 
 
 def test_without_a_network_the_error_says_so(tmp_path: Path) -> None:
     with socket.socket() as unheard:  # bound, so that nobody else is there, but it does not listen
         unheard.bind(("127.0.0.1", 0))
         nowhere = f"http://127.0.0.1:{unheard.getsockname()[1]}"
-        assert "cannot be reached" in resolve_in_child("acme/tiny", nowhere, tmp_path)["error"]
+        refused = error_alone(resolve_in_child("acme/tiny", nowhere, tmp_path))
         offline = resolve_in_child("acme/tiny", nowhere, tmp_path, HF_HUB_OFFLINE="1")
-    assert "unset HF_HUB_OFFLINE" in offline["error"]
+    assert re.search(r"cannot be reached \(.*Connection refused", refused)
+    assert "unset HF_HUB_OFFLINE" in error_alone(offline)

@@ -20,12 +20,18 @@ import torch.nn.functional as F
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.attention_batch_invariant import BATCH_INVARIANT
 from nanorunner.kernels.few_rows import add_norm_gate_up_silu, add_norm_linear, linear_few
-from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, PLAIN
+from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, NORM, PLAIN
+from nanorunner.kernels.few_rows_triton import compiled_for
 from nanorunner.kernels.huge_pages import use_huge_pages
 from nanorunner.kernels.linear import can_pack, has_fast_bfloat16, linear, pack
 from nanorunner.kernels.linear_batch_invariant import linear_batch_invariant
 from nanorunner.kernels.medium_rows import gate_up_silu, linear_add_norm, linear_medium
-from nanorunner.kernels.medium_rows_plans import ADDED, most_medium_rows
+from nanorunner.kernels.medium_rows_plans import (
+    ADDED,
+    Place,
+    most_medium_rows,
+    plan_medium_rows,
+)
 from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
 from nanorunner.kernels.self_attention import (
     AttentionPlan,
@@ -159,6 +165,19 @@ class Decoder:
             x = self.mlp(layer, x)
             x = self.group.all_reduce_add_rms_norm(x, residual, next_norms[index], eps)
         return x
+
+    def compiled_for(self, rows: int) -> tuple[object, ...]:
+        """Return what enters the compiled projections of a decode of so many rows, () for none.
+
+        Steps of row counts that agree in it launch the same kernels.
+        """
+        layer = self.layers[0]
+        if self.has_few_rows and rows <= MAX_ROWS:
+            few = (NORM, layer.qkv), (PLAIN, layer.o), (GATED, layer.gate_up), (PLAIN, layer.down)
+            return tuple(compiled_for(op, rows, weight) for op, weight in few)
+        if rows <= self.max_medium_rows:
+            return tuple(plan_medium_rows(op, rows, weight) for op, weight in self._medium_places())
+        return ()
 
     def decode_few(
         self,
@@ -323,11 +342,13 @@ class Decoder:
 
     def _max_medium_rows(self) -> int:
         """Return up to how many rows a measured plan serves one of this rank's projections."""
+        return most_medium_rows(self._medium_places())
+
+    def _medium_places(self) -> list[Place]:
+        """Return what decode_medium() multiplies in a layer."""
         layer = self.layers[0]  # the others have the same shapes
         last = ADDED if self.tp == 1 else PLAIN
-        return most_medium_rows(
-            [(PLAIN, layer.qkv), (last, layer.o), (GATED, layer.gate_up), (last, layer.down)]
-        )
+        return [(PLAIN, layer.qkv), (last, layer.o), (GATED, layer.gate_up), (last, layer.down)]
 
     def _layer(self, index: int) -> Layer:
         """Return the layer's parameters; each field of Layer is the last part of a name."""

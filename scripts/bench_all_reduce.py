@@ -1,6 +1,6 @@
 """Measure all-reduces inside CUDA graphs: peer memory against NCCL, by size, alone and with a norm.
 
-    python scripts/bench_all_reduce.py --tp 2 [--sizes 2048,8192] [--hidden 4096] [--out FILE]
+    python scripts/bench_all_reduce.py --tp 2|4|8 [--sizes 2048,8192] [--hidden 4096] [--out FILE]
 
 Starts its own ranks, one a GPU. A graph holds 50 calls behind each other; the time is that of the
 median replay over 50, on the slowest rank. Sizes are of a bfloat16 tensor, in bytes. With the norm,
@@ -35,6 +35,7 @@ from nanorunner.launch import Ranks
 from nanorunner.resolve import resolve
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.messages import RunnerConfig
+from nanorunner.workers.peer_reducer import MAX_RANKS
 
 if TYPE_CHECKING:
     from scripts.bench_engine import describe_machine, write
@@ -165,7 +166,7 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
     if any(size < 2 * KIB or size & (size - 1) for size in sizes):
         raise ValueError(f"sizes {args.sizes}: use powers of two from 2048 on")
     settings = {
-        "model": "tiny-qwen3",
+        "model": "qwen3-0.6b",  # never loaded; it only must have a query head for each rank
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "device": "cuda",
@@ -173,8 +174,8 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
         "tp": args.tp,
         "start_timeout_s": 120.0,
     }
-    if args.tp < 2:
-        raise ValueError(f"tp {args.tp}: an all-reduce needs 2 or more")
+    if not 2 <= args.tp <= MAX_RANKS:
+        raise ValueError(f"tp {args.tp}: an all-reduce over peer memory has 2 to {MAX_RANKS} ranks")
     config = resolve(make_config(settings)).runner_config
     result: dict[str, Any] = {
         "command": shlex.join(["scripts/bench_all_reduce.py", *argv]),

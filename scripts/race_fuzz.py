@@ -1,6 +1,6 @@
 """Look for races in runner v2: a hostile asynchronous run, then the same steps one at a time.
 
-    python scripts/race_fuzz.py --steps 20000 --tp 2 [--seed S] [--model tiny-qwen3]
+    python scripts/race_fuzz.py --steps 20000 --tp 2|4|8 [--seed S] [--model tiny-qwen3]
                                 [--speculative ngram|draft]
 
 First run: random requests come, end, are aborted and preempted (a small pool), prompts in chunks
@@ -13,6 +13,8 @@ output, and all of KV cache and state tables at the end, must be the same bits.
 With --speculative the steps verify drafts, or do not, as chance says (fuzz_drafting.py): what comes
 back includes which drafts were accepted, and the memory compared the drafts themselves.
 
+A preset with fewer query heads than ranks gets twice as many, or more; "num_heads" says how many.
+
 --plant runs a fault instead, which must be found. The last line is JSON; the exit code is 0 when
 nothing was found and, in a run of 1,000 steps or more, every kind of event occurred.
 """
@@ -23,9 +25,11 @@ import argparse
 import json
 import platform
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +40,7 @@ from nanorunner.config import make_config
 from nanorunner.engine import Engine
 from nanorunner.flags import Parser
 from nanorunner.launch import Ranks
+from nanorunner.presets import load_preset, preset_names
 from nanorunner.resolve import resolve
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
@@ -278,15 +283,34 @@ def _first_difference(before: Any, now: Any) -> str:
     return f" {str(before)[:120]} then {str(now)[:120]}"
 
 
+def with_enough_heads(model: str, tp: int, folder: str) -> str:
+    """Return the model; of a preset too narrow for tp ranks, `folder` with a wider one's config."""
+    if model not in preset_names():
+        return model
+    fields = load_preset(model)
+    own = fields["num_attention_heads"]
+    if tp <= own:
+        return model
+    fields["num_attention_heads"] = own * -(-tp // own)  # a multiple still suits the KV heads
+    Path(folder, "config.json").write_text(json.dumps(fields), encoding="utf-8")
+    return folder
+
+
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Record, replay and compare; return the report."""
-    settings = SMALL | {"model": args.model, "tp": args.tp, "device": args.device}
+    with tempfile.TemporaryDirectory() as folder:
+        return _run(args, with_enough_heads(args.model, args.tp, folder))
+
+
+def _run(args: argparse.Namespace, model: str) -> dict[str, Any]:
+    settings = SMALL | {"model": model, "tp": args.tp, "device": args.device}
     settings |= {"dtype": args.dtype, "seed": args.seed, "async_depth": args.depth}
     # the fewest: a freed row is taken again at once
     settings |= {"max_num_reqs": max(args.depth, 2) * SMALL["max_num_seqs"]}
-    settings |= fuzz_drafting.settings_of(args.speculative, args.draft_model, args.model)
+    settings |= fuzz_drafting.settings_of(args.speculative, args.draft_model, model)
     config = resolve(make_config(settings | {"enforce_eager": args.enforce_eager})).runner_config
     report: dict[str, Any] = {"fuzz": "race", "good": False} | vars(args)
+    report |= {"num_heads": config.model.num_heads}
     report |= {"device": config.device, "dtype": config.dtype, "torch": torch.__version__}
     report |= {"python": platform.python_version(), "problem": ""}
     start_s = time.perf_counter()

@@ -1,9 +1,10 @@
 """Kill a real engine's ranks at every moment of its life, and check what the others do.
 
-    python scripts/soak_kill.py [--trials 100] [--json benchmarks/soak_kill.json]
+    python scripts/soak_kill.py [--trials 100] [--tp 2|4|8] [--json benchmarks/soak_kill.json]
 
-One trial: start a program that runs a small random model at tp 2 or 3, wait until it is in the
-chosen phase, kill -9 rank 0, another rank or the whole process group. A trial is good when, within
+One trial: start a program that runs a small random model, wait until it is in the chosen phase,
+kill -9 rank 0, another rank or the whole process group. Without --tp it has 2 ranks, and 3 where
+rank 2 is killed; with --tp the last rank is killed in its place. A trial is good when, within
 5 s, rank 0 raises RankDied naming the victim and SIGKILL (or, where rank 0 was killed, every rank
 has gone); when the same program then starts a second engine and gets its answer; and when no
 process and no name in /dev/shm is left.
@@ -32,13 +33,14 @@ sys.path.insert(0, str(ROOT))
 from nanorunner.workshop.leftovers import marked_pids, rank_pid, shared_names, wait_until  # noqa: E402
 
 PHASES = ("spawn", "load", "capture", "prefill", "decode", "idle")
-VICTIMS = (1, 0, 2, "group")  # 2 makes it a tp 3 trial
+VICTIMS = (1, 0, "last", "group")
 LIMIT_S = 5.0  # bar: detection by rank 0, or the end of all ranks; --limit on a busy machine
-START_LIMIT_S = 120.0
-END_LIMIT_S = 100.0  # of a program that has said its last word
+START_LIMIT_S = 60.0  # a rank: on few cores they import one after the other
+END_LIMIT_S = 50.0  # a rank, of a program that has said its last word
 TAG = "NANORUNNER_SOAK_TAG"
 STAGE_OF_PHASE = {"load": "load_model", "capture": "capture"}
 LOAD_MODEL = "smollm2-135m"  # takes long enough to load that the kill comes in the middle
+SMALL_MODEL, SMALL_MODEL_RANKS = "tiny-llama", 4  # which is also how many query heads it has
 
 
 def main() -> None:
@@ -47,11 +49,22 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=LIMIT_S, metavar="SECONDS", help="the bar")
-    parser.add_argument("--model", default="tiny-llama", help="a preset, run with random weights")
+    parser.add_argument(
+        "--model",
+        help=f"a preset, run with random weights; default: {SMALL_MODEL}, for more than "
+        f"{SMALL_MODEL_RANKS} ranks {LOAD_MODEL}",
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--drive", metavar="PHASE", help="internal: be the program that is killed")
-    parser.add_argument("--tp", type=int, default=2, help="internal")
+    parser.add_argument(
+        "--tp", type=int, help="ranks of every program; default: 2, or 3 if it must"
+    )
     options = parser.parse_args()
+    if options.tp is not None and options.tp < 2:
+        parser.error(f"tp {options.tp}: there is no other rank to kill; use 2 or more")
+    if options.model is None:
+        is_small = options.tp is None or options.tp <= SMALL_MODEL_RANKS
+        options.model = SMALL_MODEL if is_small else LOAD_MODEL
     if options.drive:
         drive(options.drive, options.tp, options.model)
         return
@@ -62,11 +75,11 @@ def main() -> None:
         # six trials have every phase and every victim, twenty-four every pair of them
         victim = VICTIMS[(number + number // len(PHASES)) % len(VICTIMS)]
         delay_s = delays.uniform(0.0, 2.0 if phase == "spawn" else 0.4)
-        trial = Trial(phase, victim, delay_s, options.model, options.limit)
+        trial = Trial(phase, victim, delay_s, options)
         result = trial.run()
         trials.append(result)
         print(
-            f"{number + 1:4} {phase:8} {victim!s:6} {result['seconds']:6.2f} s  "
+            f"{number + 1:4} {phase:8} {trial.victim!s:6} {result['seconds']:6.2f} s  "
             f"{result['problem'] or 'good'}",
             flush=True,
         )
@@ -90,6 +103,7 @@ def summarise(trials: list[dict[str, Any]], options: argparse.Namespace) -> dict
         "seconds_max": max(seconds),
         "limit_s": options.limit,
         "model": options.model,
+        "tp": options.tp,
         "seed": options.seed,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -102,15 +116,17 @@ class Trial:
     """One program, one kill."""
 
     def __init__(
-        self, phase: str, victim: int | str, delay_s: float, model: str, limit_s: float
+        self, phase: str, victim: int | str, delay_s: float, options: argparse.Namespace
     ) -> None:
-        self.phase, self.victim, self.delay_s = phase, victim, delay_s
-        self.limit_s = limit_s
-        self.tp = 3 if victim == 2 else 2
+        self.phase, self.delay_s = phase, delay_s
+        self.limit_s: float = options.limit
+        self.tp: int = options.tp or (3 if victim == "last" else 2)
+        self.victim = self.tp - 1 if victim == "last" else victim
+        self.start_limit_s, self.end_limit_s = START_LIMIT_S * self.tp, END_LIMIT_S * self.tp
         self.tag = uuid.uuid4().hex
         self.names_before = shared_names()
         self.command = [sys.executable, __file__, "--drive", phase, "--tp", str(self.tp)]
-        self.command += ["--model", model]
+        self.command += ["--model", options.model]
 
     def run(self) -> dict[str, Any]:
         """Run the trial and return its row; `problem` is empty when it was good."""
@@ -126,7 +142,7 @@ class Trial:
         try:
             self._read_until(self.phase)
             if self.phase == "spawn":
-                wait_until(lambda: self._rank_pid(1), START_LIMIT_S, "rank 1 to be started")
+                wait_until(lambda: self._rank_pid(1), self.start_limit_s, "rank 1 to be started")
             time.sleep(self.delay_s)
             victim_pid = self._victim_pid()
             start = time.monotonic()
@@ -142,7 +158,7 @@ class Trial:
                 seconds = died["at"] - start
                 self._check_report(died, victim_pid, seconds)
                 self._read_until("restarted")
-                self.program.communicate(timeout=END_LIMIT_S)
+                self.program.communicate(timeout=self.end_limit_s)
             self._check_nothing_left()
         except (AssertionError, TimeoutError, subprocess.TimeoutExpired) as error:
             problem = str(error)
@@ -150,7 +166,7 @@ class Trial:
             for pid in self._pids():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            self.program.communicate(timeout=END_LIMIT_S)
+            self.program.communicate(timeout=self.end_limit_s)
         return {
             "phase": self.phase,
             "victim": self.victim,
@@ -179,7 +195,7 @@ class Trial:
                 if said["what"] == what:
                     return said
                 assert said["what"] != "failed", f"the program failed: {said['error']}"
-        _, errors = self.program.communicate(timeout=END_LIMIT_S)
+        _, errors = self.program.communicate(timeout=self.end_limit_s)
         raise AssertionError(f"the program ended before {what!r}: {errors[-2000:]}")
 
     def _victim_pid(self) -> int:
@@ -187,7 +203,7 @@ class Trial:
             return self.program.pid
         assert isinstance(self.victim, int)
         rank = self.victim
-        wait_until(lambda: self._rank_pid(rank), START_LIMIT_S, f"rank {rank} to be started")
+        wait_until(lambda: self._rank_pid(rank), self.start_limit_s, f"rank {rank} to be started")
         return self._rank_pid(rank)
 
     def _rank_pid(self, rank: int) -> int:

@@ -2,6 +2,8 @@
 
 Every slot that no token was written to holds NaN, and every table entry past a request's length is
 out of range, so a kernel that reads what it must not read cannot pass.
+
+RANK_COUNTS and what follows from it are for the tests that start ranks with a GPU each.
 """
 
 from __future__ import annotations
@@ -9,17 +11,30 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.presets import load_preset
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_TOKENS = 256
 JUNK_BLOCK = 10**8
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+MOST_RANKS = 8
+# Values of a test's parameter: ranks with a GPU each. What this machine has too few for is skipped.
+RANK_COUNTS = [
+    pytest.param(
+        count,
+        marks=pytest.mark.skipif(torch.cuda.device_count() < count, reason=f"needs {count} GPUs"),
+    )
+    for count in (2, 4, MOST_RANKS)
+]
 
 
 class AttentionCase(NamedTuple):
@@ -119,6 +134,22 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
         return found.cpu() if isinstance(found, torch.Tensor) else tuple(x.cpu() for x in found)
 
     return call
+
+
+def fields_for(tp: int, preset: str) -> dict[str, Any]:
+    """Return a preset's fields, with more query heads where it has fewer than ranks.
+
+    KV heads stay as few as they are, so most ranks share theirs with others.
+    """
+    fields = load_preset(preset)
+    own = fields["num_attention_heads"]
+    return fields | {"num_attention_heads": own * -(-tp // own)}
+
+
+def dummy_model(tp: int, preset: str, folder: Path) -> str:
+    """Return fields_for(tp, preset) as a model to load with load_format dummy, kept in folder."""
+    (folder / "config.json").write_text(json.dumps(fields_for(tp, preset)))
+    return str(folder)
 
 
 def forget_compiled() -> None:

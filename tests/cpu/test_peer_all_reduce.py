@@ -20,6 +20,7 @@ from nanorunner.kernels.peer_all_reduce import (
     DTYPES,
     GATHER,
     LARGE_TILE,
+    MIN_ROW_WORDS,
     SEND,
     SMALL_TILE,
     SUM,
@@ -38,6 +39,7 @@ from nanorunner.kernels.peer_ring import (
     ABORT,
     CALL_SHARES,
     COUNTER,
+    DEFAULT_CAPACITY,
     ERROR,
     NUM_BUFFERS,
     SLOT_BYTES,
@@ -48,7 +50,7 @@ from nanorunner.kernels.peer_ring import (
 )
 from nanorunner.kernels.rms_norm import add_rms_norm, add_rms_norm_triton
 from nanorunner.workers.distributed import Group
-from nanorunner.workers.peer_memory import PeerMemoryUnavailable, exchange
+from nanorunner.workers.peer_memory import MAX_PROGRAMS, PeerMemoryUnavailable, exchange
 from nanorunner.workers.peer_reducer import sizes_for
 
 CPU = torch.device("cpu")
@@ -108,16 +110,15 @@ def random_parts(n: int, shape: tuple[int, ...], dtype: torch.dtype) -> list[tor
     return [torch.randn(shape).to(dtype) for _ in range(n)]
 
 
-@pytest.mark.parametrize(
-    ("n", "dtype"), [*((2, dtype) for dtype in DTYPES), (3, torch.float32), (8, torch.float16)]
-)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [2, 3, 4, 8])
 def test_both_forms_give_every_rank_the_bits_of_a_sum_in_rank_order(
     n: int, dtype: torch.dtype
 ) -> None:
     torch.manual_seed(n)
     ranks = Ranks(n)
     per_word = 8 // dtype.itemsize
-    # one word (fewer than ranks), an uneven end, and more than the small tile serves
+    # fewer words than ranks, and an uneven end: with few ranks more than the small tile serves
     for num_words in (1, SMALL_TILE * 3 + 1) if n < 8 else (5, SMALL_TILE + 3):
         parts = random_parts(n, (num_words * per_word,), dtype)
         expected = sum_in_rank_order(parts)
@@ -127,7 +128,8 @@ def test_both_forms_give_every_rank_the_bits_of_a_sum_in_rank_order(
     assert ranks.calls() == [4.0] * n
 
 
-@pytest.mark.parametrize(("n", "dtype"), [*((2, dtype) for dtype in DTYPES), (4, torch.float16)])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_the_fused_form_is_the_sum_followed_by_add_rms_norm(n: int, dtype: torch.dtype) -> None:
     torch.manual_seed(n)
     ranks = Ranks(n)
@@ -148,7 +150,7 @@ def test_the_fused_form_is_the_sum_followed_by_add_rms_norm(n: int, dtype: torch
         torch.testing.assert_close(outs[0], expected, rtol=tolerance, atol=0)
 
 
-@pytest.mark.parametrize("n", [2, 4])
+@pytest.mark.parametrize("n", [2, 4, 8])
 def test_the_maximum_of_keys_is_exact_over_all_64_bits(n: int) -> None:
     torch.manual_seed(n)
     ranks = Ranks(n)
@@ -161,7 +163,13 @@ def test_the_maximum_of_keys_is_exact_over_all_64_bits(n: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "order"), [(2, "random"), (3, "random"), (3, "rank 0 first"), (3, "rank 0 last")]
+    ("n", "order"),
+    [
+        (2, "random"),
+        *((n, order) for n in (3, 4) for order in ("random", "rank 0 first", "rank 0 last")),
+        (8, "random"),
+        (8, "rank 0 last"),
+    ],
 )
 def test_no_order_of_events_loses_or_overwrites_a_packet(n: int, order: str) -> None:
     """Each rank goes on whenever it need not wait, so a fast one gets as far ahead as it can."""
@@ -191,7 +199,9 @@ def test_no_order_of_events_loses_or_overwrites_a_packet(n: int, order: str) -> 
 
 def plan_call(draw: random.Random, n: int) -> tuple[list[str], Callable[..., None], Any]:
     """Return a random call: its steps, what runs one of them on a rank, what checks a rank's."""
-    kind = draw.choice(["one", "two", "max"])
+    kind = draw.choice(["one", "two", "max", "norm"])
+    if kind == "norm":
+        return plan_norm(draw, n)
     call: Callable[..., torch.Tensor] = {
         "one": all_reduce_one_shot,
         "two": all_reduce_two_shot,
@@ -215,50 +225,73 @@ def plan_call(draw: random.Random, n: int) -> tuple[list[str], Callable[..., Non
     return [SEND, SUM, GATHER] if kind == "two" else [SEND, SUM], run, check
 
 
+def plan_norm(draw: random.Random, n: int) -> tuple[list[str], Callable[..., None], Any]:
+    """Return the same of a call of the fused form, whose residual must have all bits of the sum."""
+    hidden = 2 * draw.randrange(MIN_ROW_WORDS, STRIPE)
+    before, *parts = (torch.tensor([[draw.random() for _ in range(hidden)]]) for _ in range(n + 1))
+    residuals = [before.clone() for _ in range(n)]
+    expected = before + sum_in_rank_order(parts)
+
+    def run(rank: int, ring: PeerRing, steps: frozenset[str]) -> None:
+        weight = torch.ones(hidden)
+        all_reduce_add_rms_norm(parts[rank], residuals[rank], weight, EPS, ring, steps=steps)
+
+    def check(rank: int) -> None:
+        assert torch.equal(residuals[rank], expected)
+
+    return [SEND, SUM], run, check
+
+
+@pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("first", [2**31 - 3, 2**32 - 3])
-def test_sums_stay_right_where_the_tag_begins_anew(first: int) -> None:
-    ranks = Ranks(2)
+def test_sums_stay_right_where_the_tag_begins_anew(first: int, n: int) -> None:
+    ranks = Ranks(n)
     ranks.start_at(first)
     for _ in range(6):
-        parts = random_parts(2, (40,), torch.float32)
+        parts = random_parts(n, (40,), torch.float32)
         expected = sum_in_rank_order(parts)
         for out in ranks.play(all_reduce_one_shot, parts):
             assert torch.equal(out, expected)
 
 
-def test_every_slot_is_wiped_before_the_tag_begins_anew() -> None:
+@pytest.mark.parametrize("n", [2, 8])
+def test_every_slot_is_wiped_before_the_tag_begins_anew(n: int) -> None:
     capacity = 4 * STRIPE
-    ranks = Ranks(2, capacity)
+    ranks = Ranks(n, capacity)
     slots = [memory.view(NUM_BUFFERS, capacity, SLOT_BYTES // 8) for memory in ranks.memory]
     for memory in ranks.memory:
         memory.fill_(-1)
     for _ in range(NUM_BUFFERS * capacity // STRIPE + 1):
-        ranks.play(all_reduce_one_shot, random_parts(2, (16,), torch.float32))
-    for rank in range(2):
-        used = slots[rank][:, : capacity // 2] if rank else slots[rank][:, capacity // 2 :]
-        used[:, :8] = 0  # what the other rank has just sent
+        ranks.play(all_reduce_one_shot, random_parts(n, (16,), torch.float32))
+    for rank in range(n):
+        for sender in set(range(n)) - {rank}:
+            slots[rank][:, sender * capacity // n :][:, :8] = 0  # what it has just sent
         assert not slots[rank].any()
 
 
-def test_a_launch_of_any_number_of_programs_is_one_call() -> None:
-    ranks = Ranks(2, capacity=4096, max_programs=7)
+@pytest.mark.parametrize("n", [2, 4])
+def test_a_launch_of_any_number_of_programs_is_one_call(n: int) -> None:
+    ranks = Ranks(n, capacity=2048 * n, max_programs=7)
     for programs in (1, 3, 7):
-        parts = random_parts(2, (programs * SMALL_TILE * 2,), torch.float32)
+        parts = random_parts(n, (programs * SMALL_TILE * 2,), torch.float32)
         ranks.play(all_reduce_one_shot, parts)
-    assert ranks.calls() == [3.0, 3.0]
+    assert ranks.calls() == [3.0] * n
 
 
+@pytest.mark.parametrize("n", [2, 8])
 @pytest.mark.parametrize("reason", ["abort", "time"])
-def test_a_rank_whose_peer_never_comes_gives_up_and_says_so(reason: str) -> None:
-    ranks = Ranks(2)
+def test_a_rank_whose_peer_never_comes_gives_up_and_says_so(reason: str, n: int) -> None:
+    ranks = Ranks(n)
     for _ in range(NUM_BUFFERS):  # so that old packets lie where it looks for new ones
-        ranks.play(all_reduce_one_shot, random_parts(2, (64,), torch.float32))
+        ranks.play(all_reduce_one_shot, random_parts(n, (64,), torch.float32))
+    for ring in ranks.rings[2:]:  # these have sent: one that is missing is enough
+        all_reduce_one_shot(torch.ones(64), ring, steps=frozenset({SEND}))
     if reason == "abort":
         ranks.words[0][ABORT] = 1
         ranks.rings[0].table[1] = 2**62
     x = torch.ones(64)
     all_reduce_one_shot(x, ranks.rings[0])
-    assert ranks.has_given_up() == [1, 0]
+    assert ranks.has_given_up() == [1] + [0] * (n - 1)
     # its later calls do not wait either: the error word is enough
     ranks.words[0][ABORT] = 0
     ranks.rings[0].table[1] = 2**62
@@ -269,11 +302,12 @@ def test_a_rank_whose_peer_never_comes_gives_up_and_says_so(reason: str) -> None
 
 
 @pytest.mark.parametrize("first", [0, 2**32])
-def test_memory_that_was_never_written_passes_for_no_packet(first: int) -> None:
-    ranks = Ranks(2)
+@pytest.mark.parametrize("n", [2, 8])
+def test_memory_that_was_never_written_passes_for_no_packet(n: int, first: int) -> None:
+    ranks = Ranks(n)
     ranks.start_at(first)
     all_reduce_one_shot(torch.ones(64), ranks.rings[0])
-    assert ranks.has_given_up() == [1, 0]
+    assert ranks.has_given_up() == [1] + [0] * (n - 1)
 
 
 def test_what_the_kernels_do_not_take_is_known_before() -> None:
@@ -300,6 +334,17 @@ def test_the_sizes_are_those_of_the_next_larger_number_of_ranks() -> None:
     assert sizes_for(3) == sizes_for(4)
     assert sizes_for(5) == sizes_for(8)
     assert all(sizes_for(n).one_shot <= sizes_for(n).two_shot for n in range(2, 9))
+
+
+@pytest.mark.parametrize("n", [2, 4, 8])
+def test_the_memory_of_a_ring_has_room_for_the_sizes_of_its_forms(n: int) -> None:
+    table = torch.zeros(3 + n, dtype=torch.int64)
+    ring = PeerRing(
+        rank=n - 1, ranks=n, capacity=DEFAULT_CAPACITY, max_programs=MAX_PROGRAMS, table=table
+    )
+    assert sizes_for(n).one_shot <= one_shot_bytes(ring)
+    assert sizes_for(n).two_shot <= two_shot_bytes(ring)
+    assert fits_max(torch.zeros(1024, dtype=torch.int64), ring)
 
 
 def test_ranks_exchange_messages_in_rank_order() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from batch_invariant_cases import attend, part
-from kernel_cases import attention_case, check_attention, normal
+from kernel_cases import RANK_COUNTS, attention_case, check_attention, normal
 
 from nanorunner import LLM, SamplingParams
 from nanorunner.kernels.attention_batch_invariant import batch_invariant_attention
@@ -23,7 +23,6 @@ from nanorunner.presets import load_preset
 
 pytestmark = pytest.mark.limit(400)
 
-NUM_GPUS = torch.cuda.device_count()
 SHAPES = [(1024, 1024), (4096, 1024), (1024, 3072), (6144, 1024), (151_936, 1024), (171, 576)]
 PROMPT_LENS = (220, 219, 221, 218, 3, 256, 520)  # four outgrow their first block together
 NUM_TOKENS = 40
@@ -138,9 +137,9 @@ def test_bfloat16_ids_are_the_same_whatever_happens_around_a_request(
             assert llm.engine.stats.cached_tokens > 0
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
-def test_two_ranks_give_the_same_ids_in_every_batch(folder: Path) -> None:
-    with make_llm(folder, tp=2) as llm:
+@pytest.mark.parametrize("tp", RANK_COUNTS)
+def test_several_ranks_give_the_same_ids_in_every_batch(folder: Path, tp: int) -> None:
+    with make_llm(folder, tp=tp) as llm:
         assert generate(llm, make_prompts()) == alone(llm)
 
 

@@ -1,4 +1,4 @@
-"""On GPUs the engine gives transformers' tokens, with graphs and without, at one rank and at two.
+"""On GPUs the engine gives transformers' tokens, with graphs and without, on one rank and more.
 
 Tiny random models in float32, greedy, the Triton attention backend. transformers runs on the CPU:
 no kernel of ours and none of the GPU's takes part in the reference.
@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from kernel_cases import MOST_RANKS, RANK_COUNTS, fields_for
 from transformers import AutoModelForCausalLM
 
 from nanorunner import LLM, SamplingParams
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.limit(300)
 
 NUM_TOKENS = 24
 PROMPT_LENS = [1, 5, 17, 40, 200, 255, 256, 300]
-NUM_GPUS = torch.cuda.device_count()
 FAMILIES = ["tiny-llama", "tiny-qwen2", "tiny-qwen3"]
 
 Ids = list[list[int]]
@@ -31,8 +31,20 @@ Ids = list[list[int]]
 @pytest.fixture(scope="module", params=FAMILIES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return (folder, prompts, transformers' greedy ids) of one family."""
-    fields = load_preset(request.param) | {"dtype": "float32", "max_position_embeddings": 1024}
-    folder = make_toy_model(tmp_path_factory.mktemp(request.param), fields)
+    return make_model(tmp_path_factory.mktemp(request.param), load_preset(request.param))
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def split_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the same of one with a query head for every rank there may be, and few KV heads."""
+    folder = tmp_path_factory.mktemp(f"{request.param}-split")
+    return make_model(folder, fields_for(MOST_RANKS, request.param))
+
+
+def make_model(folder: Path, shapes: dict[str, Any]) -> tuple[Path, Ids, Ids]:
+    """Write a model; return it with prompts and the greedy ids that transformers gives them."""
+    fields = shapes | {"dtype": "float32", "max_position_embeddings": 1024}
+    make_toy_model(folder, fields)
     generator = torch.Generator().manual_seed(1)
     prompts: Ids = [
         torch.randint(3, fields["vocab_size"], (n,), generator=generator).tolist()
@@ -78,11 +90,12 @@ def test_chunked_prefill_and_small_pools_change_nothing(model: Any, runner: str)
     assert generate(folder, prompts, runner=runner, **small) == ids
 
 
-@pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("tp", RANK_COUNTS)
 @pytest.mark.parametrize("runner", RUNNERS)
-def test_two_ranks_give_the_ids_of_one(model: Any, runner: str) -> None:
-    folder, prompts, ids = model
-    assert generate(folder, prompts, tp=2, runner=runner) == ids
+def test_several_ranks_give_the_ids_of_one(split_model: Any, runner: str, tp: int) -> None:
+    folder, prompts, ids = split_model
+    assert generate(folder, prompts, runner=runner) == ids
+    assert generate(folder, prompts, tp=tp, runner=runner) == ids
 
 
 def test_a_steady_step_of_v2_waits_for_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernel_cases import forget_compiled
+from kernel_cases import RANK_COUNTS, fields_for, forget_compiled
 from transformers_reference import Reference, check_logprobs
 
 from nanorunner import LLM, SamplingParams
@@ -21,7 +21,6 @@ from nanorunner.toy_model import make_toy_model
 
 pytestmark = pytest.mark.limit(300)
 
-NUM_GPUS = torch.cuda.device_count()
 LENGTHS = (5, 40, 290, 33, 2, 1, 300)
 EVERYTHING: dict[str, Any] = {
     "top_k": 50,
@@ -58,12 +57,12 @@ def params(**settings: Any) -> SamplingParams:
 
 
 @pytest.mark.parametrize("enforce_eager", [False, True])
-@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("tp", [1, *RANK_COUNTS])
 def test_logprobs_and_embeddings_are_those_of_transformers(
-    tp: int, enforce_eager: bool, folder: Path
+    tp: int, enforce_eager: bool, tmp_path: Path
 ) -> None:
-    if tp > NUM_GPUS:
-        pytest.skip("needs two GPUs")
+    fields = fields_for(tp, "tiny-llama") | {"dtype": "float32"}
+    folder = make_toy_model(tmp_path, fields)
     reference = Reference(folder)
     asked = [
         params(logprobs=3, prompt_logprobs=2),

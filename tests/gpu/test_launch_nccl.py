@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import gloo_runner
 import pytest
-import torch
+from kernel_cases import RANK_COUNTS
 from rank_harness import make_config, state
 
 from nanorunner.errors import RankDied
@@ -19,10 +19,7 @@ from nanorunner.launch import Ranks
 
 DETECTION_S = 5.0
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs 2 GPUs"),
-    pytest.mark.limit(240),
-]
+pytestmark = [pytest.mark.limit(300), pytest.mark.parametrize("tp", RANK_COUNTS)]
 
 
 @contextmanager
@@ -39,35 +36,45 @@ def ranks_of(tp: int, **changes: float) -> Iterator[Ranks]:
         ranks.close()
 
 
-def test_ranks_meet_on_their_gpus() -> None:
-    with ranks_of(2) as ranks:
-        assert [ranks.call("meet", 1 << 20) for _ in range(20)] == [3.0] * 20
+def test_ranks_meet_on_their_gpus(tp: int) -> None:
+    with ranks_of(tp) as ranks:
+        assert [ranks.call("meet", 1 << 20) for _ in range(20)] == [sum_of(tp)] * 20
 
 
-def test_a_killed_rank_frees_rank_0_and_a_new_engine_works_in_the_same_process() -> None:
+def test_a_killed_rank_frees_rank_0_and_a_new_engine_works_in_the_same_process(tp: int) -> None:
+    victim = tp - 1
     for _ in range(3):
-        with ranks_of(2) as ranks:
-            assert ranks.call("meet", 4) == 3.0
-            pid = ranks.call_all("pid")[1]
+        with ranks_of(tp) as ranks:
+            assert ranks.call("meet", 4) == sum_of(tp)
+            pid = ranks.call_all("pid")[victim]
             threading.Timer(0.5, os.kill, [pid, signal.SIGKILL]).start()
             start = time.monotonic()
-            with pytest.raises(RankDied, match=r"rank 1 .* was killed by SIGKILL"):
-                ranks.call("meet_late", 1, 600.0)
+            with pytest.raises(RankDied, match=rf"rank {victim} .* was killed by SIGKILL"):
+                ranks.call("meet_late", victim, 600.0)
             assert time.monotonic() - start < 0.5 + DETECTION_S
         assert state(pid) == ""
 
 
-def test_an_error_before_the_collective_arrives_with_the_culprits_traceback() -> None:
-    with ranks_of(2) as ranks:
+def test_an_error_before_the_collective_arrives_with_the_culprits_traceback(tp: int) -> None:
+    victim = tp - 1
+    with ranks_of(tp) as ranks:
         start = time.monotonic()
-        with pytest.raises(RankDied, match=r"(?s)rank 1 .*ArithmeticError: the runner lost count"):
-            ranks.call("raise_before_meeting", 1)
+        words = rf"(?s)rank {victim} .*ArithmeticError: the runner lost count"
+        with pytest.raises(RankDied, match=words):
+            ranks.call("raise_before_meeting", victim)
         assert time.monotonic() - start < DETECTION_S
 
 
-def test_a_stopped_rank_ends_the_engine_after_the_timeout() -> None:
-    with ranks_of(2, step_timeout_s=3.0) as ranks:
+def test_a_stopped_rank_ends_the_engine_after_the_timeout(tp: int) -> None:
+    victim = tp - 1
+    with ranks_of(tp, step_timeout_s=3.0) as ranks:
         ranks.call("meet", 4)
-        os.kill(ranks.call_all("pid")[1], signal.SIGSTOP)
-        with pytest.raises(RankDied, match=r"rank 1 .*did not finish in 3 s \(state T\)"):
+        os.kill(ranks.call_all("pid")[victim], signal.SIGSTOP)
+        words = rf"rank {victim} .*did not finish in 3 s \(state T\)"
+        with pytest.raises(RankDied, match=words):
             ranks.call("meet", 4)
+
+
+def sum_of(tp: int) -> float:
+    """Return what `meet` does: the sum of rank + 1 over the ranks."""
+    return float(sum(range(1, tp + 1)))

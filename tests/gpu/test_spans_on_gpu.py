@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from kernel_cases import RANK_COUNTS, dummy_model
 
 from nanorunner import LLM, SamplingParams
 from nanorunner.step_times import step_times
@@ -28,18 +29,16 @@ from nanorunner.workers.spans import (
 
 pytestmark = pytest.mark.limit(300)
 
-NUM_GPUS = torch.cuda.device_count()
 MAIN_STREAM = (STAGE, PREPARE, FORWARD, SAMPLE, GRAPH)
 TOLERANCE_NS = 100_000  # of the anchors on a machine that does other things beside
-TWO_GPUS = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 
 
-def serve(**settings: Any) -> tuple[list[list[int]], list[RankSpans], dict[str, int]]:
+def serve(model: str, **settings: Any) -> tuple[list[list[int]], list[RankSpans], dict[str, int]]:
     """Return the ids, the spans and how the decodes were run."""
     fixed = {"load_format": "dummy", "device": "cuda", "skip_tokenizer_init": True}
     sizes = {"max_num_seqs": 8, "num_blocks": 32, "max_model_len": 600}
     kinds = [SamplingParams(max_tokens=60, ignore_eos=True, temperature=0.8, seed=1)] * 5
-    with LLM("tiny-qwen3", **fixed, **sizes, **settings) as llm:
+    with LLM(model, **fixed, **sizes, **settings) as llm:
         prompts = [{"prompt_token_ids": list(range(3, 40 + 20 * n))} for n in range(5)]
         outputs = llm.generate(prompts, kinds, use_tqdm=False)
         spans = llm.engine.spans() if settings.get("step_times") else []
@@ -55,10 +54,14 @@ def chosen(table: SpanTable, kind: int, *names: int) -> SpanTable:
 
 
 @pytest.mark.parametrize("runner", ["v1", "v2"])
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=TWO_GPUS)])
-def test_the_parts_of_a_graph_are_seen_or_it_is_said_why_not(tp: int, runner: str) -> None:
-    plain_ids, _, _ = serve(tp=tp, runner=runner)
-    ids, spans, graph_steps = serve(tp=tp, runner=runner, step_times=True)
+@pytest.mark.parametrize("tp", [1, *RANK_COUNTS])
+def test_the_parts_of_a_graph_are_seen_or_it_is_said_why_not(
+    tp: int, runner: str, tmp_path: Path
+) -> None:
+    model = dummy_model(tp, "tiny-qwen3", tmp_path)
+    plain_ids, _, _ = serve(model, tp=tp, runner=runner)
+    ids, spans, graph_steps = serve(model, tp=tp, runner=runner, step_times=True)
+    assert len(spans) == tp
     assert ids == plain_ids
     num_graph_steps = sum(n for name, n in graph_steps.items() if name != "eager")
     assert num_graph_steps > 50, graph_steps
@@ -105,7 +108,7 @@ def check_order(table: SpanTable) -> None:
 
 
 def test_the_gpus_parts_and_its_bubble_are_the_step() -> None:
-    _, spans, _ = serve(runner="v2", step_times=True)
+    _, spans, _ = serve("tiny-qwen3", runner="v2", step_times=True)
     steps = step_times(spans[0])
     gpu = [part for part in steps["parts"].values() if part["kind"] == "gpu"]
     assert sum(part["share"] for part in gpu) == pytest.approx(1, abs=0.1)

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import triton
 from guarded_runner import NUM_GUARDED, REPORT, start_engine
-from kernel_cases import forget_compiled
+from kernel_cases import MOST_RANKS, RANK_COUNTS, dummy_model, fields_for, forget_compiled
 
 from nanorunner import LLM, SamplingParams
 from nanorunner.presets import load_preset
@@ -27,9 +26,7 @@ Ids = list[list[int]]
 NUM_TOKENS = 64
 # The first four outgrow a block together, later than admission looks ahead.
 PROMPT_LENS = (200, 198, 196, 194, 5, 1, 255, 256, 300)
-NUM_GPUS = torch.cuda.device_count()
 METHODS = ("ngram", "draft", "itself")
-needs_two = pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs")
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +44,20 @@ def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> Ids:
     with make_llm(folder) as llm:
+        return generate(llm)
+
+
+@pytest.fixture(scope="module")
+def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a target with a query head for every rank there may be."""
+    fields = fields_for(MOST_RANKS, "tiny-qwen3") | {"max_position_embeddings": 1024}
+    return make_toy_model(tmp_path_factory.mktemp("split"), fields)
+
+
+@pytest.fixture(scope="module")
+def split_plain(split_folder: Path) -> Ids:
+    """Return its ids, of one rank."""
+    with make_llm(split_folder) as llm:
         return generate(llm)
 
 
@@ -111,11 +122,13 @@ def test_chunks_and_preemptions_change_nothing(
         assert (llm.engine.stats.preemptions > 0) == ("num_blocks" in small)
 
 
-@needs_two
+@pytest.mark.parametrize("tp", RANK_COUNTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_two_ranks_give_the_ids_of_one(folder: Path, other: Path, plain: Ids, method: str) -> None:
-    with make_llm(folder, tp=2, **speculating(method, folder, other)) as llm:
-        assert generate(llm) == plain
+def test_several_ranks_give_the_ids_of_one(
+    split_folder: Path, other: Path, split_plain: Ids, method: str, tp: int
+) -> None:
+    with make_llm(split_folder, tp=tp, **speculating(method, split_folder, other)) as llm:
+        assert generate(llm) == split_plain
         check_drafts(llm.engine.stats, method)
 
 
@@ -137,7 +150,7 @@ def test_serving_compiles_nothing(
         assert compiled == []
 
 
-@pytest.mark.parametrize("tp", [1, pytest.param(2, marks=needs_two)])
+@pytest.mark.parametrize("tp", [1, *RANK_COUNTS])
 @pytest.mark.parametrize(
     "settings",
     [
@@ -146,11 +159,12 @@ def test_serving_compiles_nothing(
     ],
     ids=["ngram", "draft"],
 )
-def test_a_hundred_verify_steps_wait_for_nothing(settings: dict[str, Any], tp: int) -> None:
+def test_a_hundred_verify_steps_wait_for_nothing(
+    settings: dict[str, Any], tp: int, tmp_path: Path
+) -> None:
     sizes = {"max_num_seqs": 4, "num_blocks": 5, "max_model_len": 600, "num_speculative_tokens": 3}
-    engine, ranks = start_engine(
-        tp, model="tiny-qwen3", max_num_batched_tokens=256, **sizes, **settings
-    )
+    model = dummy_model(tp, "tiny-qwen3", tmp_path)
+    engine, ranks = start_engine(tp, model=model, max_num_batched_tokens=256, **sizes, **settings)
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0},
         {"temperature": 0.7, "seed": 1},

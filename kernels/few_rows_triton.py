@@ -92,7 +92,12 @@ def choose_plan(op: str, rows: int, weight: torch.Tensor) -> AnyPlan:
 def compiled_for(op: str, rows: int, weight: torch.Tensor) -> tuple[AnyPlan, int]:
     """Return what enters the compiled kernels of a projection of so many rows, of 1 to 16."""
     plan = choose_plan(op, rows, weight)
-    return plan, rows if plan.kind == ROWS else _row_tile(rows, plan.out_tile)
+    return plan, compiled_rows(plan, rows)
+
+
+def compiled_rows(plan: AnyPlan, rows: int) -> int:
+    """Return what of a row count enters a plan's compiled kernel."""
+    return rows if plan.kind == ROWS else _row_tile(rows, plan.out_tile)
 
 
 def _row_tile(rows: int, out_tile: int) -> int:

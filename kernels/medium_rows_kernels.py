@@ -30,7 +30,7 @@ product then holds both of each pair, and the gate needs no exchange.
 from __future__ import annotations
 
 from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait
-from nanorunner.kernels.triton_support import IS_INTERPRETED, jit, tl
+from nanorunner.kernels.triton_support import jit, tl
 
 
 @jit()
@@ -54,21 +54,19 @@ def _fetch_lines(
     lane = thread % 32
     line = lines + thread // 32 * (LINES // WARPS) + lane
     is_mine = (lane < LINES // WARPS) & (line < num_lines)
-    place = weight + line.to(tl.int64) * num_in + column
-    if not IS_INTERPRETED:
-        tl.inline_asm_elementwise(
-            """{
-            .reg .pred mine;
-            setp.ne.s32 mine, $3, 0;
-            @mine cp.async.bulk.prefetch.L2.global [$1], $2;
-            mov.b32 $0, 0;
-            }""",
-            "=r,l,r,r",
-            [place, num_bytes, is_mine.to(tl.int32)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred mine;
+        setp.ne.s32 mine, $3, 0;
+        @mine cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.b32 $0, 0;
+        }""",
+        "=r,l,r,r",
+        [weight + line.to(tl.int64) * num_in + column, num_bytes, is_mine.to(tl.int32)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @jit()

@@ -31,3 +31,13 @@ def load_preset(name: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise ValueError(f"{PRESET_FOLDER / name}.yaml: holds no fields")
     return fields
+
+
+def preset_for_ranks(name: str, tp: int) -> dict[str, Any]:
+    """Return a preset's fields, with more query heads where it has fewer than ranks.
+
+    KV heads stay as few as they are, so most ranks share theirs with others.
+    """
+    fields = load_preset(name)
+    own = fields["num_attention_heads"]
+    return fields | {"num_attention_heads": own * -(-tp // own)}  # a multiple suits the KV heads

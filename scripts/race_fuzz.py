@@ -40,7 +40,7 @@ from nanorunner.config import make_config
 from nanorunner.engine import Engine
 from nanorunner.flags import Parser
 from nanorunner.launch import Ranks
-from nanorunner.presets import load_preset, preset_names
+from nanorunner.presets import load_preset, preset_for_ranks, preset_names
 from nanorunner.resolve import resolve
 from nanorunner.sampling_params import SamplingParams
 from nanorunner.scheduler import Scheduler
@@ -285,13 +285,9 @@ def _first_difference(before: Any, now: Any) -> str:
 
 def with_enough_heads(model: str, tp: int, folder: str) -> str:
     """Return the model; of a preset too narrow for tp ranks, `folder` with a wider one's config."""
-    if model not in preset_names():
+    if model not in preset_names() or tp <= load_preset(model)["num_attention_heads"]:
         return model
-    fields = load_preset(model)
-    own = fields["num_attention_heads"]
-    if tp <= own:
-        return model
-    fields["num_attention_heads"] = own * -(-tp // own)  # a multiple still suits the KV heads
+    fields = preset_for_ranks(model, tp)
     Path(folder, "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return folder
 

@@ -18,13 +18,12 @@ from nanorunner.kernels.few_rows_plans import (
     GATED,
     NORM,
     PLAIN,
-    ROWS,
     FewRowsPlan,
     gpu_name,
     load_table,
     plan_few_rows,
 )
-from nanorunner.kernels.few_rows_triton import AnyPlan, Norm, project_triton
+from nanorunner.kernels.few_rows_triton import AnyPlan, Norm, compiled_rows, project_triton
 from nanorunner.kernels.medium_rows_plans import LIBRARY as NO_TILES
 
 if TYPE_CHECKING:
@@ -101,9 +100,8 @@ def compiled_for(op: str, plan: FewRowsPlan, num_out: int, num_in: int, rows: in
     """Return what enters a plan's compiled kernels; shapes that agree in it share them."""
     if plan.kind == CUBLAS:
         return (plan.kind, num_in)  # the norm before it
-    share = rows if plan.kind == ROWS else rows <= 8
     even = num_out % (plan.out_tile * (2 if op == GATED else 1)) == 0
-    return (op, plan, num_in, share, even)
+    return (op, plan, num_in, compiled_rows(plan, rows), even)
 
 
 def plan_text(plan: FewRowsPlan) -> str:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
-from nanorunner.presets import load_preset
+from nanorunner.presets import preset_for_ranks
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BLOCK_TOKENS = 256
@@ -136,19 +136,9 @@ def on_device(launch: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def fields_for(tp: int, preset: str) -> dict[str, Any]:
-    """Return a preset's fields, with more query heads where it has fewer than ranks.
-
-    KV heads stay as few as they are, so most ranks share theirs with others.
-    """
-    fields = load_preset(preset)
-    own = fields["num_attention_heads"]
-    return fields | {"num_attention_heads": own * -(-tp // own)}
-
-
 def dummy_model(tp: int, preset: str, folder: Path) -> str:
-    """Return fields_for(tp, preset) as a model to load with load_format dummy, kept in folder."""
-    (folder / "config.json").write_text(json.dumps(fields_for(tp, preset)))
+    """Return a preset for so many ranks as a model to load with load_format dummy, in folder."""
+    (folder / "config.json").write_text(json.dumps(preset_for_ranks(preset, tp)))
     return str(folder)
 
 

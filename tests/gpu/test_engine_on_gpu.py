@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_cases import MOST_RANKS, RANK_COUNTS, fields_for
+from kernel_cases import MOST_RANKS, RANK_COUNTS
 from transformers import AutoModelForCausalLM
 
 from nanorunner import LLM, SamplingParams
-from nanorunner.presets import load_preset
+from nanorunner.presets import load_preset, preset_for_ranks
 from nanorunner.toy_model import make_toy_model
 
 pytestmark = pytest.mark.limit(300)
@@ -38,7 +38,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def split_model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the same of one with a query head for every rank there may be, and few KV heads."""
     folder = tmp_path_factory.mktemp(f"{request.param}-split")
-    return make_model(folder, fields_for(MOST_RANKS, request.param))
+    return make_model(folder, preset_for_ranks(request.param, MOST_RANKS))
 
 
 def make_model(folder: Path, shapes: dict[str, Any]) -> tuple[Path, Ids, Ids]:

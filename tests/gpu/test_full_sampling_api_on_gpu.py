@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 import triton
-from kernel_cases import RANK_COUNTS, fields_for, forget_compiled
+from kernel_cases import RANK_COUNTS, forget_compiled
 from transformers_reference import Reference, check_logprobs
 
 from nanorunner import LLM, SamplingParams
-from nanorunner.presets import load_preset
+from nanorunner.presets import load_preset, preset_for_ranks
 from nanorunner.toy_model import make_toy_model
 
 pytestmark = pytest.mark.limit(300)
@@ -61,7 +61,7 @@ def params(**settings: Any) -> SamplingParams:
 def test_logprobs_and_embeddings_are_those_of_transformers(
     tp: int, enforce_eager: bool, tmp_path: Path
 ) -> None:
-    fields = fields_for(tp, "tiny-llama") | {"dtype": "float32"}
+    fields = preset_for_ranks("tiny-llama", tp) | {"dtype": "float32"}
     folder = make_toy_model(tmp_path, fields)
     reference = Reference(folder)
     asked = [

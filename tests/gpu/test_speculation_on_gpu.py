@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import triton
 from guarded_runner import NUM_GUARDED, REPORT, start_engine
-from kernel_cases import MOST_RANKS, RANK_COUNTS, dummy_model, fields_for, forget_compiled
+from kernel_cases import MOST_RANKS, RANK_COUNTS, dummy_model, forget_compiled
 
 from nanorunner import LLM, SamplingParams
-from nanorunner.presets import load_preset
+from nanorunner.presets import load_preset, preset_for_ranks
 from nanorunner.scheduler_stats import SchedulerStats
 from nanorunner.toy_model import make_toy_model
 
@@ -50,7 +50,7 @@ def plain(folder: Path) -> Ids:
 @pytest.fixture(scope="module")
 def split_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a target with a query head for every rank there may be."""
-    fields = fields_for(MOST_RANKS, "tiny-qwen3") | {"max_position_embeddings": 1024}
+    fields = preset_for_ranks("tiny-qwen3", MOST_RANKS) | {"max_position_embeddings": 1024}
     return make_toy_model(tmp_path_factory.mktemp("split"), fields)
 
 

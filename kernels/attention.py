@@ -32,20 +32,23 @@ def paged_attention(
     batch: AttentionBatch,
     scale: float,
     backend: str,
+    reads_early: bool = False,
 ) -> torch.Tensor:
     """Return the attention output [tokens, num_heads, head_dim], contiguous, in q's dtype.
 
     q may be a strided view whose heads and elements lie side by side (a slice of the qkv rows).
-    Rows that belong to no request are zero. Raises ValueError for an unknown backend, ImportError
-    when flash_attn or Triton is asked for and missing.
+    Rows that belong to no request are zero. reads_early: what decode_attention means by it. Raises
+    ValueError for an unknown backend, ImportError when flash_attn or Triton is asked for and
+    missing.
     """
     if backend == "torch":
         return paged_attention_reference(q, k_cache, v_cache, batch, scale)
     if backend == "triton":
         # Padded graphs included: there row i is request i. Other shapes need the general kernel.
         is_decode = batch.max_query_len == 1 and q.shape[0] == batch.seq_lens.shape[0]
-        function = decode_attention if is_decode else prefill_attention
-        return function(q, k_cache, v_cache, batch, scale)
+        if is_decode:
+            return decode_attention(q, k_cache, v_cache, batch, scale, reads_early=reads_early)
+        return prefill_attention(q, k_cache, v_cache, batch, scale)
     if backend == "flash_attn":
         return flash_attention(q, k_cache, v_cache, batch, scale)
     if backend == BATCH_INVARIANT:

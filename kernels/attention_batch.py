@@ -27,3 +27,4 @@ class AttentionBatch(NamedTuple):
     # Places of one request, one token each, attend to KV that others of them bring in this step:
     # it must all be written before any is read.
     places_share_kv: bool = False
+    is_even: bool = False  # no request is much longer than the others; only a matter of speed

@@ -13,10 +13,12 @@ the device room is served by fused_decode.py instead, which takes this file's pl
 
 The number of splits is fixed on the host from the batch size, so a captured graph stays valid; each
 share follows from the length, which only the device knows. Splits left without tokens end at once.
-Requests are the fastest axis of the grid: all first shares start first, what is empty starts last.
-A large batch fills the device with one program a request, but then the longest request is still
-read when all others have ended; there a split has a least share, so that long requests alone are
-cut, and a request of one share writes its result itself.
+
+A large batch fills the device with one program a request and KV head. What is read last then
+decides its time, so the longest should start first: the scheduler sorts a batch (roster.py), and
+the grid keeps its order, the KV heads of one request together, all first shares before any second.
+A request far longer than the others would still be read when all have ended; so a split has a least
+share there, only such requests are cut, and a request of one share writes its result itself.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.join_shares import share_counters, share_of_split, write_share
+from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
 from nanorunner.kernels.triton_support import jit, next_power_of_two, num_processors, tl
 
 LOG2_E = 1.4426950408889634
@@ -41,11 +44,17 @@ class DecodePlan(NamedTuple):
     num_warps: int
     num_stages: int
     min_share: int = 0  # tokens that a split has at least, where the request has that many
+    # Of fused_decode.py, where it takes registers: requests start in the batch's order, which is
+    # decode_attention's always.
+    in_order: bool = False
 
 
 # A batch of so many (request, KV head) pairs a processor fills the device with whole requests; so
 # only long ones are cut, into shares of at least so many tokens. Above splits * share they grow.
-FULL_LOAD, SPLITS, LEAST_SHARE = 6, 4, 1024
+FULL_LOAD, SPLITS, LEAST_SHARE = 6, 4, 2048
+# From so many pairs a processor on narrow programs keep the memory as busy as wide ones, and end
+# more evenly.
+NARROW_LOAD = 10
 MAX_SEQ_LENS = (0, LEAST_SHARE + 1)  # the lengths at which plans change
 
 
@@ -67,16 +76,14 @@ def plan_decode(
 
     max_seq_len: no request will be longer; 0: unknown, and long requests are not cut to balance.
     """
-    programs = num_reqs * num_kv_heads
-    group, load = num_heads // num_kv_heads, programs / processors
+    pairs = num_reqs * num_kv_heads
+    group, load = num_heads // num_kv_heads, pairs / processors
     if is_full(num_reqs, num_kv_heads, processors) and max_seq_len > LEAST_SHARE:
         plan = _plan_tile(SPLITS, group, head_dim, item_bytes, load)
-        if plan.num_warps == 1:  # the loads of several shares overlap deeper
-            plan = plan._replace(num_stages=3)
         return plan._replace(min_share=LEAST_SHARE)
     # About 4 programs a processor keep the memory busy; more splits only add parts to join.
-    wanted = max(4 * processors // programs, 1)
-    num_splits = min(1 << (wanted.bit_length() - 1), 64 if programs <= 2 else 32)
+    wanted = max(4 * processors // pairs, 1)
+    num_splits = min(1 << (wanted.bit_length() - 1), 64 if pairs <= 2 else 32)
     return _plan_tile(num_splits, group, head_dim, item_bytes, load)
 
 
@@ -90,9 +97,11 @@ def _plan_tile(
         return DecodePlan(num_splits, 16, 4, 2)
     if rows > 16 or columns > 128:
         return DecodePlan(num_splits, 32, 4, 2)
+    if load >= NARROW_LOAD:
+        return DecodePlan(num_splits, 32, 1, 3)
     if load >= FULL_LOAD:
-        return DecodePlan(num_splits, 32, 1, 2)
-    if load * num_splits >= 3:
+        return DecodePlan(num_splits, 128, 4, 2)
+    if load >= 3:
         return DecodePlan(num_splits, 64, 2, 2)
     return DecodePlan(num_splits, 64, 4, 3)
 
@@ -104,11 +113,14 @@ def decode_attention(
     batch: AttentionBatch,
     scale: float,
     plan: DecodePlan | None = None,
+    reads_early: bool = False,
 ) -> torch.Tensor:
     """Return the attention output [requests, num_heads, head_dim]; see kernels/attention.py.
 
     Row i of q belongs to request i. A request of length 0 (padding) gets zeros. `plan` replaces
-    plan_decode's choice, for measurements.
+    plan_decode's choice, for measurements. reads_early: the lengths and tables are read before the
+    wait of kernels/pdl.py, which the kernel before must allow: one that is no PDL launch, or a late
+    one (rope_kv_write.py), and that writes neither.
     """
     num_reqs, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
@@ -125,7 +137,7 @@ def decode_attention(
     group = num_heads // num_kv_heads
     partial, log_sum, counters = make_parts(out, num_kv_heads, plan)
     rows, columns = tile_shape(group, head_dim)
-    _decode_kernel[(num_reqs, num_kv_heads, plan.num_splits)](
+    _decode_kernel[(num_kv_heads, num_reqs, plan.num_splits)](
         q,
         k_cache,
         v_cache,
@@ -148,9 +160,11 @@ def decode_attention(
         BLOCK_TOKENS=block_tokens,
         TILE=plan.tile_tokens,
         IS_SPLIT=plan.num_splits > 1,
+        READ_EARLY=reads_early,
         **part_sizes(plan, group, columns),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **launch_options(can_overlap(q.device)),
     )
     return out
 
@@ -212,17 +226,31 @@ def _decode_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    READ_EARLY: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One (request, kv head, split): rows are the group's query heads, padded to ROWS."""
-    request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    if USE_PDL:
+        gdc_launch_dependents()
+        if not READ_EARLY:
+            gdc_wait()
+    request = tl.program_id(1).to(tl.int64)
+    kv_head = tl.program_id(0)
     split = tl.program_id(2)
-    length = tl.load(seq_lens + request)
+    # Past the first cache, whose lines may be older than the kernels that wrote these.
+    length = tl.load(seq_lens + request, cache_modifier=".cg")
     share = share_of_split(length, num_splits, MIN_SHARE, TILE)
     begin = split * share
     end = tl.minimum(begin + share, length)
+    # The block number is fetched one turn ahead. Were it fetched in the turn that needs it, Triton
+    # would spend its pipeline on that chain and keep a single K and V tile in flight.
+    table = block_tables + request * table_stride
+    first_place = table + begin // BLOCK_TOKENS
+    next_block = tl.load(first_place, mask=begin < length, other=0, cache_modifier=".cg")
+    if USE_PDL and READ_EARLY:
+        gdc_wait()
     if IS_SPLIT and (split > 0) & (begin >= length):
         return  # nothing to do; of a padded request the first split writes the zeros
 
@@ -238,10 +266,6 @@ def _decode_kernel(
     mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
     # 32-bit offsets within a tile, added to a 64-bit scalar: half the registers.
     tile_offset = in_tile[:, None] * (NUM_KV_HEADS * HEAD_DIM) + column[None, :]
-    # The block number is fetched one turn ahead. Were it fetched in the turn that needs it, Triton
-    # would spend its pipeline on that chain and keep a single K and V tile in flight.
-    table = block_tables + request * table_stride
-    next_block = tl.load(table + begin // BLOCK_TOKENS)
     for start in range(begin, end, TILE):
         block = next_block
         next_block = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_TOKENS)

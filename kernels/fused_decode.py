@@ -31,6 +31,10 @@ from nanorunner.kernels.pdl import can_overlap, launch_options
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write_reference
 from nanorunner.kernels.triton_support import num_processors
 
+# (Request, KV head) pairs a processor, up to which a request is cut; and up to which wide programs,
+# two on a processor, take all requests at once, or nearly.
+FEW_LOAD, ONE_ROUND_LOAD = 1.0, 2.5
+
 
 def fused_decode(
     qkv: torch.Tensor,
@@ -79,22 +83,32 @@ def plan_fused(
     item_bytes: int,
     processors: int,
     max_seq_len: int = 0,
+    is_even: bool = False,
 ) -> DecodePlan:
-    """Return decode_attention's plan, with smaller tiles for few requests: all of it is in flight.
+    """Return decode_attention's plan, changed where folding the step before in changes what wins.
 
-    Such a program has read its first tile before its input is there, and registers hold it.
+    Few requests: smaller tiles, all of them in flight, of which a program has read the first before
+    its input is there. More: whole requests by wide programs, whose pace is that of a long request;
+    where requests are even, narrow ones, of which more run at the same time. Measured on an H200.
     """
     plan = plan_decode(
         num_reqs, num_heads, num_kv_heads, head_dim, item_bytes, processors, max_seq_len
     )
-    if plan.num_splits == 1 or plan.min_share:
+    if plan.min_share:
         return plan
     rows, columns = tile_shape(num_heads // num_kv_heads, head_dim)
-    if item_bytes == 2 and rows <= 16 and columns <= 128:
+    if item_bytes != 2 or rows > 16 or columns > 128:
+        if plan.num_splits == 1:
+            return plan
+        # 32 registers a thread for each of K, V
+        warps = plan.tile_tokens * columns * item_bytes // 4096
+        return plan._replace(num_warps=max(plan.num_warps, warps), num_stages=2)
+    load = num_reqs * num_kv_heads / processors
+    if load <= FEW_LOAD:
         return plan._replace(tile_tokens=32, num_warps=2, num_stages=2)
-    # 32 registers a thread for each of K, V
-    warps = plan.tile_tokens * columns * item_bytes // 4096
-    return plan._replace(num_warps=max(plan.num_warps, warps), num_stages=2)
+    if load <= ONE_ROUND_LOAD or not is_even:
+        return DecodePlan(1, 128, 4, 2, in_order=True)
+    return plan
 
 
 def fused_decode_reference(
@@ -148,7 +162,7 @@ def fused_decode_triton(
         return out
     plan = plan or plan_fused(
         num_reqs, num_heads, num_kv_heads, head_dim, qkv.element_size(),
-        num_processors(qkv.device), batch.max_seq_len,
+        num_processors(qkv.device), batch.max_seq_len, batch.is_even,
     )  # fmt: skip
     # A device that is full of programs hides their waits better.
     reads_early = reads_early and plan.num_splits > 1 and not plan.min_share
@@ -160,7 +174,9 @@ def fused_decode_triton(
     rows, columns = tile_shape(num_heads // num_kv_heads, head_dim)
     has_norm = q_norm is not None
     use_pdl = can_overlap(qkv.device)
-    fused_decode_kernel[(num_reqs, num_kv_heads, plan.num_splits)](
+    pairs = (num_kv_heads, num_reqs) if plan.in_order else (num_reqs, num_kv_heads)
+    grid = (*pairs, plan.num_splits)
+    fused_decode_kernel[grid](
         qkv,
         positions,
         cos_sin,
@@ -190,6 +206,7 @@ def fused_decode_triton(
         IS_SPLIT=plan.num_splits > 1,
         HAS_NORM=has_norm,
         READ_EARLY=reads_early,
+        IN_ORDER=plan.in_order,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **launch_options(use_pdl),

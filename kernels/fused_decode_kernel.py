@@ -68,6 +68,7 @@ def fused_decode_kernel(
     IS_SPLIT: tl.constexpr,
     HAS_NORM: tl.constexpr,
     READ_EARLY: tl.constexpr,
+    IN_ORDER: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
     """One (request, kv head, split): rows are the group's query heads, padded to ROWS."""
@@ -75,8 +76,8 @@ def fused_decode_kernel(
         gdc_launch_dependents()
         if not READ_EARLY:
             gdc_wait()
-    request = tl.program_id(0).to(tl.int64)
-    kv_head = tl.program_id(1)
+    request = tl.program_id(1 if IN_ORDER else 0).to(tl.int64)
+    kv_head = tl.program_id(0 if IN_ORDER else 1)
     split = tl.program_id(2)
     # Past the first cache, whose lines may be older than the kernels that wrote these.
     length = tl.load(seq_lens + request, cache_modifier=".cg")

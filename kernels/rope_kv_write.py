@@ -10,12 +10,16 @@ Rotation is the half-split (NeoX) form of Hugging Face's Llama: element i pairs 
 
 A slot of -1 (padding, warm-up, capture) writes nothing: it is never an index. Slots are int64,
 because slot * row size passes 2^31 elements in a large pool with few layers.
+
+The launch is a late one (kernels/pdl.py): decode attention behind it may read the step's lengths
+and block tables before its wait.
 """
 
 from __future__ import annotations
 
 import torch
 
+from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
 from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
 
 FEW_TOKENS = 256  # up to here small programs spread over the device; above, large ones stream
@@ -135,6 +139,7 @@ def qk_norm_rope_kv_write_triton(
         ROWS=rows,
         HAS_NORM=has_norm,
         num_warps=warps,
+        **launch_options(can_overlap(qkv.device)),
     )
 
 
@@ -156,6 +161,7 @@ def _qk_norm_rope_kv_write_kernel(
     HALF: tl.constexpr,
     ROWS: tl.constexpr,
     HAS_NORM: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """ROWS heads of one token, as two halves [ROWS, HALF]: a rotation is then elementwise."""
     token = tl.program_id(0).to(tl.int64)
@@ -165,6 +171,14 @@ def _qk_norm_rope_kv_write_kernel(
     in_half = lane < half
     inside = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & in_half
     is_v = head >= NUM_HEADS + NUM_KV_HEADS
+    if HAS_NORM:
+        q_first = tl.load(q_norm + lane, mask=in_half, other=0.0).to(tl.float32)
+        q_second = tl.load(q_norm + half + lane, mask=in_half, other=0.0).to(tl.float32)
+        k_first = tl.load(k_norm + lane, mask=in_half, other=0.0).to(tl.float32)
+        k_second = tl.load(k_norm + half + lane, mask=in_half, other=0.0).to(tl.float32)
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
 
     place = qkv + token * qkv_stride + head * HEAD_DIM + lane
     first_raw = tl.load(place, mask=inside, other=0.0)
@@ -175,10 +189,6 @@ def _qk_norm_rope_kv_write_kernel(
         square = tl.sum(first * first + second * second, axis=1)[:, None]
         scale = tl.rsqrt(square / HEAD_DIM + eps)
         is_q = head < NUM_HEADS
-        q_first = tl.load(q_norm + lane, mask=in_half, other=0.0).to(tl.float32)
-        q_second = tl.load(q_norm + half + lane, mask=in_half, other=0.0).to(tl.float32)
-        k_first = tl.load(k_norm + lane, mask=in_half, other=0.0).to(tl.float32)
-        k_second = tl.load(k_norm + half + lane, mask=in_half, other=0.0).to(tl.float32)
         first = first * scale * tl.where(is_q, q_first, k_first)
         second = second * scale * tl.where(is_q, q_second, k_second)
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.decode_attention import is_full
-from nanorunner.kernels.fused_decode import fused_decode
+from nanorunner.kernels.fused_decode import fused_decode, plan_fused
 from nanorunner.kernels.host_plan import DecodePlan, HostPlan, Prompts, plan_host
 from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
 from nanorunner.kernels.triton_support import num_processors
@@ -98,8 +98,27 @@ def self_attention(
         if plan.host.prompts is not None:
             return _prefill(qkv, plan.host.prompts, shape, scale)
     q = q.view(num_tokens, shape.num_heads, shape.head_dim)
-    out = paged_attention(q, k_cache, v_cache, plan.batch, scale, plan.backend)
+    out = paged_attention(
+        q, k_cache, v_cache, plan.batch, scale, plan.backend, reads_early=plan.host is None
+    )
     return out.view(num_tokens, -1)
+
+
+def differs_when_even(
+    num_reqs: int, shape: HeadShape, backend: str, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether a decode of so many requests has another plan where they are even.
+
+    Then a captured graph serves one of the two well (AttentionBatch.is_even).
+    """
+    processors = num_processors(device)
+    if backend != "triton" or is_full(num_reqs, shape.num_kv_heads, processors):
+        return False
+    ragged, even = (
+        plan_fused(num_reqs, *shape, dtype.itemsize, processors, is_even=is_even)
+        for is_even in (False, True)
+    )
+    return ragged != even
 
 
 def _is_fused(qkv: torch.Tensor, plan: AttentionPlan, num_kv_heads: int) -> bool:

@@ -54,7 +54,8 @@ def warm_up_attention(
         if plan not in plans:
             plans.add(plan)
             q, batch = empty(num_reqs, 1, longest)
-            decode_attention(q, k_cache, v_cache, batch, 1.0)
+            # as self_attention.py launches it, behind the rotation
+            decode_attention(q, k_cache, v_cache, batch, 1.0, reads_early=True)
     for max_query_len in (1, LONG_QUERY):
         q, batch = empty(2, max_query_len)
         prefill_attention(q, k_cache, v_cache, batch, 1.0)
@@ -79,15 +80,18 @@ def warm_up_fused_decode(
     heads = (num_heads, num_kv_heads, head_dim)
     plans = set()
     processors = num_processors(device)
-    for num_reqs, longest in product(range(1, max_num_reqs + 1), MAX_SEQ_LENS):
+    for num_reqs, longest, is_even in product(
+        range(1, max_num_reqs + 1), MAX_SEQ_LENS, (False, True)
+    ):
         if is_full(num_reqs, num_kv_heads, processors):
             break  # from here on decode_attention serves (self_attention.py)
-        plan = plan_fused(num_reqs, *heads, dtype.itemsize, processors, longest)
+        plan = plan_fused(num_reqs, *heads, dtype.itemsize, processors, longest, is_even)
         is_few = num_reqs <= MAX_ROWS  # the few-row kernels let it read early (decoder.py)
         if (plan, is_few) in plans:
             continue
         plans.add((plan, is_few))
         qkv, batch = _empty_batch(num_reqs, qkv_width, dtype, device, 1, longest)
+        batch = batch._replace(is_even=is_even)
         fused_decode_triton(
             qkv, batch.slot_mapping, cos_sin, k_cache, v_cache, batch, *heads, *norms, 1e-6, 1.0,
             reads_early=is_few,

@@ -46,6 +46,16 @@ class Roster:
         rows: Rows = np.concatenate((self.decoding, self.prefilling)).astype(np.int64)
         return rows
 
+    def longest_first(self, rows: Rows) -> Rows:
+        """Return the rows by how long their requests are.
+
+        Attention takes a batch in its order: what is read longest should be begun first, or it is
+        still being read when all others have ended (kernels/decode_attention.py). Decodes grow
+        together, so a batch stays in this order until others join it.
+        """
+        longest_first: Rows = rows[np.argsort(-self.table.computed[rows], kind="stable")]
+        return longest_first
+
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""
         self.requests[request.request_id] = request

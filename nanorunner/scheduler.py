@@ -290,10 +290,10 @@ class Scheduler:
         self._next_step_id += 1
 
         # A row whose sample will reach its limit is foreseen to end: it is not launched again.
-        roster.decoding = sample_rows
+        roster.decoding = roster.longest_first(sample_rows) if plan.completed else sample_rows
         if due.size and np.count_nonzero(table.sure_ids(due) >= table.limit[due]):
-            goes_on = table.sure_ids(sample_rows) < table.limit[sample_rows]
-            roster.decoding = sample_rows[goes_on]
+            going = roster.decoding
+            roster.decoding = going[table.sure_ids(going) < table.limit[going]]
         # Last, so that a block is visible from the next step on, whose reads follow its writes.
         published = roster.publish_ready(due) if due.size else []
         step = ScheduledStep(

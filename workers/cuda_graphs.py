@@ -1,12 +1,14 @@
 """Runner v2's CUDA graphs: what is captured, when a graph may serve a step, and how often it did.
 
-    Descriptor(num_reqs, family, query_len)
+    Descriptor(num_reqs, family, query_len, is_even)
         PLAIN    input kernels, forward, logits, sampling, state advance: a whole step, one replay
         LOGITS   input kernels, forward, logits: for batches in which some row wants more of the
                  sampler than temperature and seed, which then follows outside
 
 A graph serves a batch when it is all decodes, of the family's kind, of query_len places each (1:
-plain; more: they verify drafts), and not more than num_reqs; the smallest such graph is taken.
+plain; more: they verify drafts), and not more than num_reqs; the smallest such graph is taken. At
+sizes at which attention goes another way for requests of even lengths there is a graph for them
+beside the other (kernels/fused_decode.py).
 Everything else runs eagerly. Every decision is counted.
 """
 
@@ -37,6 +39,7 @@ class Descriptor(NamedTuple):
     num_reqs: int
     family: str
     query_len: int = 1  # places of each (places.py)
+    is_even: bool = False  # for requests of which none is much longer than the others
 
     @property
     def num_places(self) -> int:
@@ -46,7 +49,7 @@ class Descriptor(NamedTuple):
     def __str__(self) -> str:
         """Return the name that a dispatch is counted under."""
         drafts = f" x {self.query_len}" if self.query_len > 1 else ""
-        return f"{self.family} {self.num_reqs}{drafts}"
+        return f"{self.family} {self.num_reqs}{drafts}{' even' if self.is_even else ''}"
 
 
 class CapturedGraph(NamedTuple):
@@ -114,10 +117,13 @@ class GraphManager:
         is_enabled: bool,
         recorder: SpanRecorder | None = None,
         max_query_len: int = 1,
+        differs_when_even: Callable[[int], bool] = lambda num_reqs: False,
     ) -> None:
+        """Make it empty; differs_when_even: whether a plain decode of so many requests does."""
         self.sizes = capture_sizes(max_num_seqs) if is_enabled else []
         self.query_lens = (1,) if max_query_len == 1 else (1, max_query_len)
-        # "plain 8", "logits 8", "plain 8 x 5", "eager": steps so far
+        self._even_sizes = {size for size in self.sizes if differs_when_even(size)}
+        # "plain 8", "logits 8", "plain 64 even", "plain 8 x 5", "eager": steps so far
         self.dispatched: Counter[str] = Counter()
         self.padded_rows = 0  # computed in vain
         self._recorder = recorder
@@ -137,23 +143,37 @@ class GraphManager:
     def _descriptors(self) -> list[Descriptor]:
         """Return all graphs, the largest first: the smaller ones fit in its memory."""
         all_of_them = [
-            Descriptor(size, family, query_len)
+            Descriptor(size, family, query_len, is_even)
             for size in self.sizes
             for family in FAMILIES
             for query_len in self.query_lens
+            for is_even in (False, True)
             if query_len == 1 or size * query_len <= MAX_VERIFY_PLACES
+            if not is_even or self._has_even(size, query_len)
         ]
         return sorted(all_of_them, key=lambda descriptor: -descriptor.num_places)
 
+    def _has_even(self, size: int, query_len: int) -> bool:
+        """Return whether even requests have a graph of their own."""
+        return query_len == 1 and size in self._even_sizes
+
     def dispatch(
-        self, num_reqs: int, *, is_decode: bool, is_plain: bool, query_len: int = 1
+        self,
+        num_reqs: int,
+        *,
+        is_decode: bool,
+        is_plain: bool,
+        query_len: int = 1,
+        is_even: bool = False,
     ) -> Descriptor | None:
         """Return the graph that serves this batch, None for an eager step; counts the decision."""
         place = bisect_left(self.sizes, num_reqs) if is_decode else len(self.sizes)
         descriptor = None
         if place < len(self.sizes):
             family = PLAIN if is_plain else LOGITS
-            descriptor = Descriptor(self.sizes[place], family, query_len)
+            size = self.sizes[place]
+            is_even = is_even and self._has_even(size, query_len)
+            descriptor = Descriptor(size, family, query_len, is_even)
         if descriptor not in self._graphs:
             self.dispatched[EAGER] += 1
             return None

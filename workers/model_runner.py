@@ -37,6 +37,7 @@ from nanorunner.workers.step_extras import DeviceExtras
 from nanorunner.workers.step_output import PendingStep
 
 Mask = npt.NDArray[np.bool_]
+EVEN = 1.2  # the longest request over the average one, up to which a batch counts as even
 NO_ROWS: Int64 = np.zeros(0, np.int64)
 # & of an IntFlag takes microseconds
 LOGPROBS_BIT = int(Need.LOGPROBS)
@@ -61,6 +62,7 @@ class ModelRunner(StepBody):
         self._sampled_ids: Int32 = np.zeros(0, np.int32)
         self._generations: Int64 = NO_ROWS
         self._is_decode = False
+        self._is_even = False  # none of its requests is much longer than the others
         self._needs: Int32 = np.zeros(0, np.int32)
         self._is_plain = True  # nobody wants more of the sampler than temperature and seed
         self._may_need_less = True  # the needs must be looked at again
@@ -83,6 +85,7 @@ class ModelRunner(StepBody):
             is_enabled=self.has_graphs,
             recorder=self.recorder,
             max_query_len=self.config.max_query_len,
+            differs_when_even=self.model.differs_when_even,
         )
         if self.has_graphs:
             self.inputs.send(NOBODY)
@@ -194,6 +197,9 @@ class ModelRunner(StepBody):
         self._is_decode = bool(samples.all() and (steps == 1).all()) and not is_read
         if self._places.query_len > 1:
             self._is_decode &= self._places.is_verified_alone
+        if len(rows):  # they grow together, so this holds while the same requests go on
+            lengths = states.computed[rows] + steps
+            self._is_even = bool(lengths.max() <= EVEN * lengths.mean())
         self._may_need_less = True
         if len(rows):
             self.inputs.send(self._places)
@@ -220,6 +226,7 @@ class ModelRunner(StepBody):
             is_decode=self._is_decode,
             is_plain=self._is_plain,
             query_len=places.query_len,
+            is_even=self._is_even,
         )
         self.outputs.begin()
         if graph is None:

@@ -110,6 +110,7 @@ class StepBody(RunnerStages):
         if recorder is not None:
             recorder.lap(PREPARE, on_gpu=True)
         batch = self._attention_batch(buffers, 1, self.config.max_model_len, descriptor.query_len)
+        batch = batch._replace(is_even=descriptor.is_even)
         hidden = self._forward(buffers, batch)
         if recorder is not None:
             recorder.lap(FORWARD, on_gpu=True)

@@ -14,14 +14,15 @@ from __future__ import annotations
 import importlib
 import json
 import tempfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nanorunner.bench.arrivals import all_at_once
-from nanorunner.bench.driver import Clock, PassRecord, Request, run_pass
+from nanorunner.bench.arrivals import Arrivals, all_at_once
+from nanorunner.bench.driver import NAP_S, Clock, PassRecord, Request, run_pass
 from nanorunner.bench.metrics import RequestRecord
 from nanorunner.request import RequestUpdate
 from nanorunner.resolve import Resolved
@@ -136,6 +137,37 @@ class VllmEngine:
         """End every request."""
         self._engine.abort_request(sorted(self._unfinished))
         self._unfinished.clear()
+
+
+class PunctualVllm(VllmEngine):
+    """vLLM's engine that gets each request when it is due, as its own server would give it.
+
+    It runs in a process of its own and takes requests at any time; our engine takes them between
+    two steps. So step() ends without news once a request is due, where vLLM's would wait on.
+    """
+
+    def __init__(self, llm: Any, vllm: Any) -> None:
+        super().__init__(llm, vllm)
+        # vLLM's: its thread puts there what the engine's process sends, its step() takes it out
+        self._outputs = llm.llm_engine.engine_core.outputs_queue
+
+    def begin_pass(self, arrivals: Arrivals, clock: Clock) -> None:
+        """Take the times at which a pass will add its requests; before each pass."""
+        self._due_s, self._clock = deque(arrivals.due_s), clock
+
+    def add_request(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """Queue the next request and return its id."""
+        self._due_s.popleft()
+        return super().add_request(prompt_ids, params)
+
+    def step(self) -> list[RequestUpdate]:
+        """Return what came first; nothing when a request is due, or after NAP_S."""
+        left_s = self._due_s[0] - self._clock.now() if self._due_s else NAP_S
+        arrived = self._outputs.not_empty  # vLLM's thread ends this sleep: nothing spins
+        with arrived:
+            if not arrived.wait_for(lambda: self._outputs.queue, min(left_s, NAP_S)):
+                return []
+        return super().step()
 
 
 class HfEngine:

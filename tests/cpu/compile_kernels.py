@@ -140,9 +140,12 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     sizes = (*heads, dtype.itemsize, H200_PROCESSORS)
     batches = list(product((1, 16, 64, 256), MAX_SEQ_LENS))
     for plan in sorted({plan_decode(num_reqs, *sizes, longest) for num_reqs, longest in batches}):
-        decode_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan)
+        decode_attention(
+            case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan, reads_early=True
+        )
     fused = fused_case([9, 9], heads, dtype)
-    for plan in sorted({plan_fused(num_reqs, *sizes) for num_reqs in (1, 8, 64)}):
+    cases = product((1, 8, 32, 48, 64), (False, True))
+    for plan in sorted({plan_fused(n, *sizes, is_even=is_even) for n, is_even in cases}):
         fused_decode_triton(**fused.arguments, plan=plan)
     for requests in ([(1, 9)], [(500, 500)]):
         case = attention_case(requests, heads, dtype, padded_requests=1)
@@ -176,7 +179,8 @@ def launch_peers(ranks: int, dtype: torch.dtype) -> None:
 
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
-    compile_instead(int(sys.argv[1]))
+    capability = int(sys.argv[1])
+    compile_instead(capability, use_pdl=capability >= 90)
     # two processes, of which the other ends with this one: compiling keeps a core busy
     context = multiprocessing.get_context("fork")
     other = context.Process(target=launch_all, args=((16, 8, 128), torch.bfloat16), daemon=True)

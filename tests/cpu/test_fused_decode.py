@@ -49,6 +49,16 @@ def test_every_number_of_splits_finds_the_owner_of_the_last_token(
     check(case, DecodePlan(num_splits, 32, 1, 1), reads_early=has_norm)
 
 
+@pytest.mark.parametrize("num_splits", [1, 4])
+def test_the_order_in_which_programs_start_changes_nothing(num_splits: int) -> None:
+    case = fused_case(LENGTHS, (6, 3, 64), padded_requests=2)
+    plan = DecodePlan(num_splits, 32, 1, 1)
+    expected = fused_decode_triton(**case.copy().arguments, plan=plan)
+    actual = fused_decode_triton(**case.arguments, plan=plan._replace(in_order=True))
+    assert torch.equal(actual, expected)
+    check(fused_case(LENGTHS, (6, 3, 64)), plan._replace(in_order=True))
+
+
 def test_a_request_of_one_share_writes_its_own_result() -> None:
     check(fused_case(LENGTHS, (4, 2, 64)), DecodePlan(8, 32, 1, 1, 256))
 

@@ -202,9 +202,9 @@ def test_splits_depend_on_the_batch_size_alone_and_fill_the_device() -> None:
     for num_reqs, longest, plan in (
         (8, 4096, (8, 0)),
         (64, 4096, (1, 0)),
-        (128, 1024, (1, 0)),
-        (128, 1025, (4, 1024)),
-        (256, 4096, (4, 1024)),
+        (128, 2048, (1, 0)),
+        (128, 2049, (4, 2048)),
+        (256, 4096, (4, 2048)),
     ):
         found = plan_decode(num_reqs, *heads, 2, processors, longest)
         assert (found.num_splits, found.min_share) == plan

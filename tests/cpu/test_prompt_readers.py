@@ -35,11 +35,17 @@ class BodyGraphs(GraphManager):
         self._body = runner.decode_body
 
     def dispatch(
-        self, num_reqs: int, *, is_decode: bool, is_plain: bool, query_len: int = 1
+        self,
+        num_reqs: int,
+        *,
+        is_decode: bool,
+        is_plain: bool,
+        query_len: int = 1,
+        is_even: bool = False,
     ) -> Descriptor | None:
         """Return a graph as large as the batch for every decode."""
         family = PLAIN if is_plain else LOGITS
-        return Descriptor(num_reqs, family, query_len) if is_decode else None
+        return Descriptor(num_reqs, family, query_len, is_even) if is_decode else None
 
     @torch.inference_mode()
     def replay(self, descriptor: Descriptor) -> torch.Tensor:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from fused_decode_cases import assert_cache, fused_case
+from slow_producer import slow_copy
 
-from nanorunner.kernels.decode_attention import DecodePlan
+from nanorunner.kernels.decode_attention import DecodePlan, decode_attention
 from nanorunner.kernels.fused_decode import fused_decode, fused_decode_reference
 from nanorunner.kernels.join_shares import share_counters
+from nanorunner.kernels.rope_kv_write import qk_norm_rope_kv_write
 
 HEADS = {
     "16/8x128": (16, 8, 128),
@@ -99,6 +103,65 @@ def test_a_thousand_replays_of_split_layers_are_equal_to_the_bit(name: str) -> N
         for out, same in zip(outs, first, strict=True):
             num_unequal += (out != same).sum()
     assert int(num_unequal) == 0
+
+
+@pytest.mark.parametrize("max_seq_len", [0, 4096])
+@pytest.mark.parametrize("num_reqs", [100, 200])
+def test_layers_behind_late_producers_are_equal_to_the_bit(num_reqs: int, max_seq_len: int) -> None:
+    """Rotation and attention of a full device, as self_attention launches them, a thousand times.
+
+    What comes before a layer is late, and each kernel starts while the one before it runs.
+    """
+    layers = []
+    for i in range(3):
+        lengths = [LENGTHS[(5 * i + 2 * j) % 9] for j in range(num_reqs - 1)] + [2500]
+        case = fused_case(lengths, HEADS["16/8x128"], torch.bfloat16, padded_requests=3)
+        case = replace(case, batch=case.batch._replace(max_seq_len=max_seq_len))
+        layers.append((case, case.qkv.clone()))
+    expected = [fused_decode_reference(**case.copy().arguments) for case, _ in layers]
+
+    def run() -> list[torch.Tensor]:
+        outs = []
+        for case, source in layers:
+            slow_copy(source, case.qkv)
+            arguments = dict(case.arguments)
+            batch, scale = arguments.pop("batch"), arguments.pop("scale")
+            caches = arguments["k_cache"], arguments["v_cache"]
+            qk_norm_rope_kv_write(**arguments, slot_mapping=batch.slot_mapping)
+            q = case.qkv[:, : 16 * 128].view(-1, 16, 128)
+            outs.append(decode_attention(q, *caches, batch, scale, reads_early=True))
+        return outs
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    graph.replay()
+    first = [out.clone() for out in outs]
+    for actual, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=4e-2, atol=4e-2)
+        assert not actual[num_reqs:].any()
+    num_unequal = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out, same in zip(outs, first, strict=True):
+            num_unequal += (out != same).sum()
+    assert int(num_unequal) == 0
+
+
+@pytest.mark.parametrize("is_even", [False, True])
+def test_every_plan_of_the_medium_sizes_equals_the_two_steps(is_even: bool) -> None:
+    for num_reqs in (20, 45, 90):
+        lengths = [LENGTHS[(2 * i) % 9] for i in range(num_reqs)]
+        case = fused_case(lengths, HEADS["16/8x128"], torch.bfloat16, padded_requests=1)
+        case = replace(case, batch=case.batch._replace(is_even=is_even))
+        other = case.copy()
+        expected = fused_decode_reference(**other.arguments)
+        actual = fused_decode(**case.arguments)
+        torch.testing.assert_close(actual, expected, rtol=4e-2, atol=4e-2)
+        assert_cache(case, other, 4e-2)
 
 
 def test_counters_are_never_made_while_a_graph_is_captured() -> None:

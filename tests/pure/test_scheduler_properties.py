@@ -1,7 +1,8 @@
 """Whatever is asked in whatever order, every request gets the ids it would get alone.
 
 Chunked = whole, preempted = not, cached = cold, depth 2 = depth 1, quiet = told id by id; and after
-every step rows and blocks are conserved, the budget is kept and no decode is left out.
+every step rows and blocks are conserved, the budget is kept, no decode is left out and the longest
+stand first.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from fake_runner import VOCAB, FakeRunner, run_alone
 from hypothesis import given, settings
@@ -86,6 +88,8 @@ class Rig:
         num_steps, num_preemptions = len(self.runner.batches), stats.preemptions
         updates = self.engine.step()
         self.scheduler.check_integrity()
+        lengths = roster.table.computed[roster.decoding]
+        assert (np.diff(lengths) <= 0).all(), "a longer request decodes behind a shorter one"
         ran = self.runner.batches[num_steps:]
         has_failed = any(update.finish_reason not in NORMAL for update in updates)
         if ran and stats.preemptions == num_preemptions and not has_failed:

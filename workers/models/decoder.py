@@ -36,6 +36,7 @@ from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
 from nanorunner.kernels.self_attention import (
     AttentionPlan,
     HeadShape,
+    differs_when_even,
     plan_attention,
     self_attention,
 )
@@ -272,6 +273,12 @@ class Decoder:
             layer.k_norm,
             self.model.rms_norm_eps,
             reads_early=reads_early,
+        )
+
+    def differs_when_even(self, num_reqs: int) -> bool:
+        """Return whether a decode of even requests takes another way through attention."""
+        return differs_when_even(
+            num_reqs, self.head_shape, self.attention_backend, self.dtype, self.device
         )
 
     def mlp(self, layer: Layer, x: torch.Tensor) -> torch.Tensor:

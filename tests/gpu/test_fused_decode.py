@@ -116,7 +116,9 @@ def test_layers_behind_late_producers_are_equal_to_the_bit(num_reqs: int, max_se
     for i in range(3):
         lengths = [LENGTHS[(5 * i + 2 * j) % 9] for j in range(num_reqs - 1)] + [2500]
         case = fused_case(lengths, HEADS["16/8x128"], torch.bfloat16, padded_requests=3)
-        case = replace(case, batch=case.batch._replace(max_seq_len=max_seq_len))
+        # contiguous: the producer copies memory as it lies
+        qkv, batch = case.qkv.contiguous(), case.batch._replace(max_seq_len=max_seq_len)
+        case = replace(case, qkv=qkv, batch=batch)
         layers.append((case, case.qkv.clone()))
     expected = [fused_decode_reference(**case.copy().arguments) for case, _ in layers]
 

@@ -54,7 +54,7 @@ def run(case: AttentionCase, backend: str = "triton") -> torch.Tensor:
     memory = poison(case.q.shape, case.q.dtype)
     del memory  # the output is allocated here
     return paged_attention(
-        case.q, case.k_cache, case.v_cache, case.batch, case.scale, backend=backend
+        case.q, case.k_cache, case.v_cache, case.batch, case.scale, backend, reads_early=True
     )
 
 

@@ -105,15 +105,14 @@ def test_a_thousand_replays_of_split_layers_are_equal_to_the_bit(name: str) -> N
     assert int(num_unequal) == 0
 
 
-@pytest.mark.parametrize("max_seq_len", [0, 4096])
-@pytest.mark.parametrize("num_reqs", [100, 200])
+@pytest.mark.parametrize(("num_reqs", "max_seq_len"), [(100, 4096), (200, 0)])
 def test_layers_behind_late_producers_are_equal_to_the_bit(num_reqs: int, max_seq_len: int) -> None:
     """Rotation and attention of a full device, as self_attention launches them, a thousand times.
 
     What comes before a layer is late, and each kernel starts while the one before it runs.
     """
     layers = []
-    for i in range(3):
+    for i in range(2):
         lengths = [LENGTHS[(5 * i + 2 * j) % 9] for j in range(num_reqs - 1)] + [2500]
         case = fused_case(lengths, HEADS["16/8x128"], torch.bfloat16, padded_requests=3)
         # contiguous: the producer copies memory as it lies

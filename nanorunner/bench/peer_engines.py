@@ -106,7 +106,9 @@ class VllmEngine:
             temperature=params.temperature,
             top_k=params.top_k,
             top_p=params.top_p,
-            seed=params.seed if params.temperature > 0 else None,
+            # none of a request's own: its sampler has a slower way for rows that have one, and its
+            # random numbers are others than ours anyway
+            seed=None,
             max_tokens=params.max_tokens,
             ignore_eos=params.ignore_eos,
             detokenize=False,

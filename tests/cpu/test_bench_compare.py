@@ -141,14 +141,17 @@ def make_vllm() -> tuple[SmallVllm, VllmEngine]:
 def test_vllm_is_driven_as_our_engine_is() -> None:
     small, engine = make_vllm()
     requests = [
-        Request([first], SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, seed=7))
-        for first, length in ((10, 3), (20, 1), (30, 2))
+        Request(
+            [first],
+            SamplingParams(temperature=temperature, max_tokens=length, ignore_eos=True, seed=7),
+        )
+        for first, length, temperature in ((10, 3, 0.0), (20, 1, 0.6), (30, 2, 0.6))
     ]
     for _ in range(2):  # ids of requests go on: a second pass is not the first one's
         record = run_pass(engine, requests, all_at_once(3), Clock(0.0), 100.0)
         assert [each.token_ids for each in record.requests] == [[11, 12, 13], [21], [31, 32]]
         assert all(each.finish_reason == "length" for each in record.requests)
-    assert {params.seed for params in small.seen} == {None}  # greedy
+    assert {params.seed for params in small.seen} == {None}, "such rows take its slower sampler"
     assert {params.detokenize for params in small.seen} == {False}
     engine.add_request([1], requests[0].params)
     engine.abort_all()

@@ -1,6 +1,7 @@
 """How a figure looks: 1920 x 1080, readable on a slide, told apart without colour.
 
-figures.py says what is drawn; this file holds the canvas, the lines, the ticks and the legend.
+figures.py says what is drawn; this file holds the canvas, the lines, the ticks and the legend. Every
+axis of numbers gets ticks from here once all is drawn: at least two, wherever its limits are.
 """
 
 from __future__ import annotations
@@ -12,10 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import FixedLocator, MaxNLocator, NullFormatter, NullLocator
 
 from nanorunner.bench.records import Record
-from nanorunner.bench.tables import number
 
 SIZE_INCHES, DPI = (12.8, 7.2), 150
 # Okabe and Ito's palette: told apart by colour-blind readers and in grey
@@ -23,6 +23,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vP*X"
 GREY = "0.35"
 NOTE_SIZE = 13
+MOST_TICKS = 6  # on an axis: even labels such as 10,000,000 stay apart at this size
+NARROWEST = (
+    1e-4  # of an axis, as a share of its figures; nearer ones differ in no digit one can read
+)
 STYLE = {
     "font.size": 17,
     "axes.titlesize": 22,
@@ -95,25 +99,77 @@ def measured_ticks(axes: Any, values: Iterable[float]) -> None:
     ticks = sorted(set(values))
     if ticks and ticks[0] > 0 and ticks[-1] / ticks[0] >= 4:
         axes.set_xscale("log", base=2)
-    axes.set_xticks(ticks)
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xticks(ticks, tick_words(ticks))
     axes.xaxis.set_minor_locator(NullLocator())
 
 
-def plain_log_axes(axes: Any) -> None:
-    """Make both axes logarithmic, with figures such as 5 and 2,000 at the ticks."""
-    axes.set(xscale="log", yscale="log")
-    axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_minor_formatter(FuncFormatter(lambda value, _: ""))
+def label_ticks(axes: Any) -> None:
+    """Choose and label the ticks of both axes by their limits; an axis that has its own keeps them.
+
+    matplotlib's own choice leaves a logarithmic axis without a label where no 1, 10, 100 lies in
+    it. The limits stay as they are, except where they lie too near each other for any label.
+    """
+    for axis, limits, set_limits in (
+        (axes.xaxis, axes.get_xlim(), axes.set_xlim),
+        (axes.yaxis, axes.get_ylim(), axes.set_ylim),
+    ):
+        if isinstance(axis.get_major_locator(), FixedLocator):
+            continue
+        low, high = sorted(map(float, limits))
+        if high - low < NARROWEST * max(abs(low), abs(high)):
+            low, high = sorted((low * (1 - NARROWEST), high * (1 + NARROWEST)))
+            set_limits(low, high)
+        is_log = axis.get_scale() == "log"
+        ticks = log_ticks(low, high) if is_log else even_ticks(low, high)
+        axis.set_ticks(ticks, tick_words(ticks))
+        axis.set_minor_formatter(NullFormatter())
+
+
+def log_ticks(low: float, high: float) -> list[float]:
+    """Return at least two round figures from low to high, both above 0, as many as can be read.
+
+    1, 2, 5, 10, 20, ... where there is room, else 1, 3, 10, ..., or powers of ten, every second of
+    them and so on; evenly spaced ones on an axis so short that it holds hardly one of those.
+    """
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    for factors in ((1, 2, 5), (1, 3), (1,)):
+        powers = range(first, last + 1)
+        ticks = [float(f"{factor}e{power}") for power in powers for factor in factors]
+        ticks = [tick for tick in ticks if low <= tick <= high]
+        if len(ticks) <= MOST_TICKS:
+            return ticks if len(ticks) > 2 else even_ticks(low, high)
+    return ticks[:: math.ceil(len(ticks) / MOST_TICKS)]  # seven powers or more: at least four stay
+
+
+def even_ticks(low: float, high: float) -> list[float]:
+    """Return at least two evenly spaced round figures from low to high."""
+    locator = MaxNLocator(MOST_TICKS, steps=[1, 2, 2.5, 5, 10], min_n_ticks=3)
+    # a figure that is 0 but for rounding is 0: its digits would be those of the rounding
+    ticks = [
+        0.0 if abs(tick) < (high - low) * 1e-9 else float(tick)
+        for tick in locator.tick_values(low, high)
+    ]
+    return [tick for tick in ticks if low <= tick <= high]
+
+
+def tick_words(ticks: Sequence[float]) -> list[str]:
+    """Return figures such as 2.5 and 20,000, each with the digits that tell it from the others."""
+    words = []
+    for tick in ticks:
+        gap = min((abs(tick - other) for other in ticks if other != tick), default=abs(tick))
+        digits = next(n for n in range(1, 18) if abs(float(f"{tick:.{n}g}") - tick) <= gap / 1000)
+        power = math.floor(math.log10(abs(tick))) if tick else 0
+        if -4 <= power < 9:
+            words.append(f"{tick:,.{max(0, digits - 1 - power)}f}")
+        else:
+            words.append(f"{tick:.{digits}g}")
+    return words
 
 
 def finish(name: str, title: str, caption: str, figure: Any) -> Drawing:
-    """Return the figure as a PNG, the first panel's legend below it."""
+    """Return the figure as a PNG, its ticks labelled, the first panel's legend below it."""
     for axes in figure.axes:
-        if axes.get_yscale() == "log":
-            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: number(value)))
+        label_ticks(axes)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if labels:
         # below: a legend beside the axes would halve them

@@ -28,7 +28,6 @@ from nanorunner.bench.drawing import (
     lines,
     measured_ticks,
     note,
-    plain_log_axes,
 )
 from nanorunner.bench.environment import ENVIRONMENT_NAMES
 from nanorunner.bench.metrics import METRICS
@@ -107,8 +106,8 @@ def pareto(records: Sequence[Record]) -> Drawing:
             drawstyle="steps-post",
             label="Pareto front" + (f", {model}" if "model" in names else ""),
         )
-    plain_log_axes(axes)
-    axes.set(xlabel=f"{name} (less is better)", ylabel="output tokens/s a rank (more is better)")
+    axes.set(xscale="log", xlabel=f"{name} (less is better)")
+    axes.set(yscale="log", ylabel="output tokens/s a rank (more is better)")
     noted = f" Numbers at points: {loads[0]}." if loads else ""
     caption = f"{REPEATS}{noted} On the grey front no other point of that model is better in both."
     return finish("pareto", "Throughput against latency", caption, figure)

@@ -1,7 +1,7 @@
 """How a figure looks: 1920 x 1080, readable on a slide, told apart without colour.
 
-figures.py says what is drawn; this file holds the canvas, the lines, the ticks and the legend. Every
-axis of numbers gets ticks from here once all is drawn: at least two, wherever its limits are.
+figures.py says what is drawn; this file holds the canvas, the lines, the ticks and the legend.
+Every axis of numbers gets at least two labelled ticks, wherever its limits are.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -23,9 +24,10 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = "osD^vP*X"
 GREY = "0.35"
 NOTE_SIZE = 13
+CAPTION_LETTERS = 135  # of that size in a line
 MOST_TICKS = 6  # on an axis: even labels such as 10,000,000 stay apart at this size
 NARROWEST = (
-    1e-4  # of an axis, as a share of its figures; nearer ones differ in no digit one can read
+    1e-4  # an axis over its figures; those nearer to each other have too many digits to read
 )
 STYLE = {
     "font.size": 17,
@@ -144,12 +146,7 @@ def log_ticks(low: float, high: float) -> list[float]:
 def even_ticks(low: float, high: float) -> list[float]:
     """Return at least two evenly spaced round figures from low to high."""
     locator = MaxNLocator(MOST_TICKS, steps=[1, 2, 2.5, 5, 10], min_n_ticks=3)
-    # a figure that is 0 but for rounding is 0: its digits would be those of the rounding
-    ticks = [
-        0.0 if abs(tick) < (high - low) * 1e-9 else float(tick)
-        for tick in locator.tick_values(low, high)
-    ]
-    return [tick for tick in ticks if low <= tick <= high]
+    return [float(tick) for tick in locator.tick_values(low, high) if low <= tick <= high]
 
 
 def tick_words(ticks: Sequence[float]) -> list[str]:
@@ -157,25 +154,45 @@ def tick_words(ticks: Sequence[float]) -> list[str]:
     words = []
     for tick in ticks:
         gap = min((abs(tick - other) for other in ticks if other != tick), default=abs(tick))
-        digits = next(n for n in range(1, 18) if abs(float(f"{tick:.{n}g}") - tick) <= gap / 1000)
-        power = math.floor(math.log10(abs(tick))) if tick else 0
-        if -4 <= power < 9:
-            words.append(f"{tick:,.{max(0, digits - 1 - power)}f}")
-        else:
-            words.append(f"{tick:.{digits}g}")
+        rounding = gap / 1e6  # more than a sum of steps is off, less than anyone sees
+        if abs(tick) <= rounding:
+            words.append("0")
+            continue
+        digits = next(n for n in range(1, 18) if abs(float(f"{tick:.{n}g}") - tick) <= rounding)
+        power = math.floor(math.log10(abs(tick)))
+        is_plain = -4 <= power < 9
+        decimals = max(0, digits - 1 - power)
+        words.append(f"{tick:,.{decimals}f}" if is_plain else f"{tick:.{digits}g}")
     return words
 
 
-def finish(name: str, title: str, caption: str, figure: Any) -> Drawing:
-    """Return the figure as a PNG, its ticks labelled, the first panel's legend below it."""
+def finish(name: str, title: str, caption: str, figure: Any, is_captioned: bool = False) -> Drawing:
+    """Return the figure as a PNG, its ticks labelled, the first panel's legend below it.
+
+    is_captioned: the caption stands in the image too, at its foot, for a page that has no other.
+    """
     for axes in figure.axes:
         label_ticks(axes)
+    figure.suptitle(title, fontsize=24)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     if labels:
         # below: a legend beside the axes would halve them
         columns = min(3, math.ceil(len(labels) / 2)) if len(labels) > 2 else len(labels)
         figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
-    figure.suptitle(title, fontsize=24)
+    if is_captioned:
+        write_caption(figure, caption)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return Drawing(name, title, caption, buffer.getvalue())
+
+
+def write_caption(figure: Any, caption: str) -> None:
+    """Write a caption at the foot of a figure that is complete otherwise; all else moves up."""
+    words = textwrap.wrap(caption, CAPTION_LETTERS)
+    foot = len(words) * 1.3 * NOTE_SIZE / (72 * SIZE_INCHES[1])  # as a share of the height
+    figure.get_layout_engine().set(rect=(0, foot, 1, 1 - foot))
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")  # all stays where it is now, but for the legend
+    for legend in figure.legends:  # whose room the layout keeps, but at the figure's own foot
+        legend.set_bbox_to_anchor((0, foot, 1, 1 - foot), figure.transFigure)
+    figure.text(0.5, foot, "\n".join(words), ha="center", va="top", fontsize=NOTE_SIZE)

@@ -125,10 +125,13 @@ def batches(records: Sequence[Record], limits_of_record: LimitsOf) -> Drawing:
         rates = [record.metrics[RATE].values for record in its]
         error_bars(axes, [_batch(record) for record in its], rates, title, look)
     curves, sources = limit_curves(shown, names, limits_of_record)
+    smallest = min(_batch(record) for record in shown)
     for title, points in curves.items():
         axes.plot(*zip(*points, strict=True), color=GREY, ls="--", lw=2)
         words = f"limit {title}".strip()
-        note(axes, points[-1], words, xytext=(0, 8), ha="right", color=GREY)
+        # left of the smallest batch are the figures of the axis
+        side = "left" if points[-1][0] == smallest else "right"
+        note(axes, points[-1], words, xytext=(0, 8), ha=side, color=GREY)
     axes.set(xlabel="batch (requests at once)", ylabel="output tokens/s", yscale="log")
     measured_ticks(axes, [_batch(record) for record in shown])
     title, limit = "Tokens per second", "No limit: the machine's bandwidth is not known."

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from lab_text import TEXT, fences, pair_problem
 
 from nanorunner.bench.cli import COMMANDS, parser_of
+from nanorunner.bench.workloads import make_workload
 from nanorunner.cli import run_parser
+from scripts.readme_table import INPUT_LOADS, LOADS, read_results, table, who_ran
 
 ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "benchmarks" / "h200"
+PICTURE = "benchmarks/h200/tokens-per-second.png"
 READMES = ["README.md", "README.zh.md"]
 PAGES = [*READMES, "docs/architecture.md"]
 FILE = re.compile(r"\w[\w./-]*\.(?:py|md)\b", re.ASCII)  # Chinese may stand right beside a name
@@ -38,6 +44,94 @@ def test_the_table_is_what_the_result_files_say() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines() == [f"{readme} is up to date" for readme in READMES]
+
+
+def result(model: str, tp: int, runner: str, torch: str = "2.11.0", **rates: float) -> Any:
+    """Return as much of a result file as the table reads; runner "": vLLM's."""
+    loads = {
+        load: {"output_tokens_per_s": rate, "input_tokens_per_s": rate * 10}
+        for load, rate in rates.items()
+    }
+    config = {"runner": runner, "attention_backend": "triton"}
+    ours = {"engine": "nanorunner", "config": config}
+    versions = {"gpus": ["NVIDIA H200"] * tp, "torch": torch, "triton": "3.6.0"}
+    return {
+        **(ours if runner else {"engine": "vllm", "version": "0.25.1"}),
+        **{"model": model, "tp": tp, "versions": versions, "loads": loads},
+    }
+
+
+def test_a_row_of_vllm_stands_below_v2_of_its_model_and_tp(tmp_path: Path) -> None:
+    sides = [(model, tp) for model in ("qwen3-8b", "qwen3-0.6b") for tp in (2, 1)]
+    results = [result(*side, runner, b1=1) for side in sides for runner in ("", "v2", "v1")]
+    for number, each in enumerate([*results, {"engine": "nanorunner"}, {"other": "file"}]):
+        (tmp_path / f"{number}.json").write_text(json.dumps(each))
+    found = read_results(tmp_path)
+    names = [f"{each['model']}, tp {each['tp']}" for each in found]
+    assert names == [f"{model}, tp {tp}" for model, tp in reversed(sides) for _ in range(3)]
+    assert [who_ran(each) for each in found] == ["v1, triton", "v2, triton", "vLLM 0.25.1"] * 4
+
+
+def test_a_cell_is_the_rate_that_counts_for_its_load_or_a_dash() -> None:
+    assert set(LOADS) > set(INPUT_LOADS) == {"prefill"}
+    rows = table([result("qwen3-8b", 1, "", b8=1378.8, prefill=4189.12, long=735.9)]).splitlines()
+    assert rows[0].endswith("| b1 | b8 | b64 | b256 | nano | prefill | long |")
+    assert rows[2] == ("| qwen3-8b, tp 1, vLLM 0.25.1 | - | 1,379 | - | - | - | 41,891 | 736 |")
+    assert "`prefill` input tokens/s, on NVIDIA H200, torch 2.11.0, triton 3.6.0." in rows[-1]
+
+
+def test_a_table_of_results_of_two_torches_is_refused() -> None:
+    results = [result("qwen3-8b", tp, "v2", torch=f"2.1{tp}.0", b1=1) for tp in (1, 2)]
+    with pytest.raises(ValueError, match=r"torch 2\.11\.0.*torch 2\.12\.0"):
+        table(results)
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_the_words_about_the_figures_are_what_the_files_and_loads_say(page: str) -> None:
+    section = numbers_section(page)
+    ours = {
+        (each["model"], each["tp"]): each
+        for each in read_results(RESULTS)
+        if who_ran(each).startswith("v2")
+    }
+    theirs = [each for each in read_results(RESULTS) if each["engine"] == "vllm"]
+    assert {(each["model"], each["tp"]) for each in theirs} == set(ours)
+    for each in theirs:
+        own = ours[each["model"], each["tp"]]
+        assert "same GPUs, same hour" in each["beside"]
+        assert each["settings"]["rest"] == "vLLM's defaults"
+        assert own["date"][:10] == each["date"]
+        assert f"commit {own['versions']['commit']}" in section
+    older = {
+        (*side, load)
+        for side, each in ours.items()
+        for load, row in each["loads"].items()
+        if row.get("commit", each["versions"]["commit"]) != each["versions"]["commit"]
+    }
+    assert older == {("qwen3-0.6b", 2, load) for load in ("b1", "b8", "b64")}
+    for each in read_results(RESULTS):
+        assert all(len(row["seconds"]) == 3 for row in each["loads"].values())
+    for load in LOADS:
+        prompts, output_lens = make_workload(load, 2)
+        assert f"`{load}`" in section
+        lengths = {len(prompt) for prompt in prompts} | set(output_lens)
+        if load == "nano":  # drawn from 100 to 1,024; the very ends need not come up
+            assert 100 <= min(lengths) < 110
+            assert 1014 < max(lengths) <= 1024
+            lengths = {100, 1024}
+        for number in {len(prompts)} | lengths:
+            assert re.search(rf"(?<![\d,]){number:,}(?![\d,])", section), (load, number)
+
+
+def numbers_section(page: str) -> str:
+    """Return the words that stand below the table, up to the next heading."""
+    return text(page).partition("<!-- /table -->")[2].partition("\n## ")[0]
+
+
+@pytest.mark.parametrize("page", READMES)
+def test_the_picture_of_the_figures_is_shown(page: str) -> None:
+    assert re.search(rf"^!\[[^]]+\]\({PICTURE}\)$", text(page), re.MULTILINE)
+    assert (ROOT / PICTURE).read_bytes().startswith(b"\x89PNG")
 
 
 def test_readme_is_short() -> None:

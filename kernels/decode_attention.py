@@ -44,8 +44,8 @@ class DecodePlan(NamedTuple):
     num_warps: int
     num_stages: int
     min_share: int = 0  # tokens that a split has at least, where the request has that many
-    # Of fused_decode.py, where it takes registers: requests start in the batch's order, which is
-    # decode_attention's always.
+    # Of fused_decode.py alone: the grid keeps the batch's order, as decode_attention's always does.
+    # It costs registers there.
     in_order: bool = False
 
 

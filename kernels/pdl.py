@@ -11,7 +11,8 @@ on the device as soon as every program of this one has started, and fetches what
 
 A kernel may let its successor start after its own wait instead: "late". Then all that ran before
 the late kernel has ended when the successor starts, and the successor may read, before its wait,
-whatever the late kernel itself does not write. decode attention reads cached KV so.
+whatever the late kernel itself does not write. Decode attention reads lengths, block tables and
+cached KV so.
 
 Every program waits, also one that finds nothing to do: a grid that ended without waiting would
 release its successor while older kernels still run.

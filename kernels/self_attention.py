@@ -98,9 +98,9 @@ def self_attention(
         if plan.host.prompts is not None:
             return _prefill(qkv, plan.host.prompts, shape, scale)
     q = q.view(num_tokens, shape.num_heads, shape.head_dim)
-    out = paged_attention(
-        q, k_cache, v_cache, plan.batch, scale, plan.backend, reads_early=plan.host is None
-    )
+    # On a GPU the kernel in front is the rotation above, which is a late one (rope_kv_write.py).
+    reads_early = plan.host is None
+    out = paged_attention(q, k_cache, v_cache, plan.batch, scale, plan.backend, reads_early)
     return out.view(num_tokens, -1)
 
 

@@ -1,8 +1,8 @@
 """Compile every Triton variant that serving can meet, before the first request.
 
 Triton compiles at first launch: seconds in which a rank looks hung. The launchers choose among a
-handful of plans by batch shape and longest request, so one launch a plan, over no data, compiles
-them all.
+handful of plans by batch shape, longest request and evenness, so one launch a plan, over no data,
+compiles them all.
 """
 
 from __future__ import annotations
@@ -71,26 +71,21 @@ def warm_up_fused_decode(
     dtype: torch.dtype,
     max_num_reqs: int,
 ) -> None:
-    """Launch fused_decode once a plan, over requests of length 0; norms: a layer's q and k norm.
-
-    Graphs hold the plans of the longest requests alone; eager steps have those of shorter ones.
-    """
+    """Launch fused_decode once a plan, over requests of length 0; norms: a layer's q and k norm."""
     device = k_cache.device
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = (num_heads, num_kv_heads, head_dim)
     plans = set()
     processors = num_processors(device)
-    for num_reqs, longest, is_even in product(
-        range(1, max_num_reqs + 1), MAX_SEQ_LENS, (False, True)
-    ):
+    for num_reqs, is_even in product(range(1, max_num_reqs + 1), (False, True)):
         if is_full(num_reqs, num_kv_heads, processors):
             break  # from here on decode_attention serves (self_attention.py)
-        plan = plan_fused(num_reqs, *heads, dtype.itemsize, processors, longest, is_even)
+        plan = plan_fused(num_reqs, *heads, dtype.itemsize, processors, is_even=is_even)
         is_few = num_reqs <= MAX_ROWS  # the few-row kernels let it read early (decoder.py)
         if (plan, is_few) in plans:
             continue
         plans.add((plan, is_few))
-        qkv, batch = _empty_batch(num_reqs, qkv_width, dtype, device, 1, longest)
+        qkv, batch = _empty_batch(num_reqs, qkv_width, dtype, device, 1, 0)
         batch = batch._replace(is_even=is_even)
         fused_decode_triton(
             qkv, batch.slot_mapping, cos_sin, k_cache, v_cache, batch, *heads, *norms, 1e-6, 1.0,

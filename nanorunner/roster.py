@@ -37,7 +37,8 @@ class Roster:
         self.requests: dict[int, Request] = {}  # all but those that have ended
         self.waiting: OrderedDict[int, Request] = OrderedDict()
         self.prefilling: list[int] = []
-        self.decoding: Rows = NO_ROWS  # replaced, never changed in place: steps in flight keep it
+        # The longest first. Replaced, never changed in place: steps in flight keep it.
+        self.decoding: Rows = NO_ROWS
         self.leaving: list[int] = []  # rows that have ended, but are in a step in flight
         self.removed: list[int] = []  # request ids that the ranks must still be told to drop
 
@@ -51,7 +52,8 @@ class Roster:
 
         Attention takes a batch in its order: what is read longest should be begun first, or it is
         still being read when all others have ended (kernels/decode_attention.py). Decodes grow
-        together, so a batch stays in this order until others join it.
+        together, so a batch stays in this order until others join it; with speculation nearly so,
+        for some accept more drafts than others.
         """
         longest_first: Rows = rows[np.argsort(-self.table.computed[rows], kind="stable")]
         return longest_first

@@ -289,8 +289,8 @@ class Scheduler:
         )
         self._next_step_id += 1
 
-        # A row whose sample will reach its limit is foreseen to end: it is not launched again.
         roster.decoding = roster.longest_first(sample_rows) if plan.completed else sample_rows
+        # A row whose sample will reach its limit is foreseen to end: it is not launched again.
         if due.size and np.count_nonzero(table.sure_ids(due) >= table.limit[due]):
             going = roster.decoding
             roster.decoding = going[table.sure_ids(going) < table.limit[going]]

@@ -49,7 +49,11 @@ from nanorunner.resolve import resolve
 # Before anything is measured: a batch of 96 that shrinks to 1, then some timed arrivals.
 WARM_UP_AT_ONCE, WARM_UP_TIMED, WARM_UP_SEED = 96, 32, -1
 # stdout belongs to the result, and a machine without a network must not wait for one
-VLLM_ENVIRONMENT = "VLLM_LOGGING_STREAM=ext://sys.stderr VLLM_NO_USAGE_STATS=1 HF_HUB_OFFLINE=1"
+VLLM_ENVIRONMENT = {
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 KEPT = ["offered_per_s", "duration_s", "output_tokens_per_s"]
 KEPT += [f"{name}_ms_p{share}" for name in ("ttft", "itl", "handover") for share in (50, 95, 99)]
 
@@ -87,8 +91,8 @@ def open_side(args: Namespace) -> Iterator[tuple[Serving, dict[str, Any]]]:
         with LLM.from_config(config_of(args)) as llm:
             yield llm.engine, asdict(llm.resolved.config)
         return
-    for word in VLLM_ENVIRONMENT.split():
-        os.environ.setdefault(*word.split("=", 1))
+    for name, value in VLLM_ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     vllm: Any = importlib.import_module("vllm")  # typed here: few machines have it
     resolved = resolve(config_of(args))
     with model_folder(resolved) as folder:

@@ -143,9 +143,10 @@ def forms_of(num_reqs: int, heads: Heads) -> list[Form]:
         in_use = Form(False, plan_decode(num_reqs, *heads, 2, processors, MAX_LEN))
     else:
         in_use = Form(True, plan_fused(num_reqs, *heads, 2, processors, MAX_LEN))
-    plans = [DecodePlan(1, *tile, in_order=True) for tile in TILES]
+    plans = [plan_fused(num_reqs, *heads, 2, processors, MAX_LEN, is_even=True)]  # of even requests
+    plans += [DecodePlan(1, *tile, in_order=True) for tile in TILES]
     if num_reqs <= MAX_ROWS:
-        plans = [DecodePlan(splits, *tile) for splits in FEW_SPLITS for tile in TILES]
+        plans += [DecodePlan(splits, *tile) for splits in FEW_SPLITS for tile in TILES]
     others = [Form(is_fused, plan) for plan in plans for is_fused in (True, False)]
     return list(dict.fromkeys([in_use, *others]))
 

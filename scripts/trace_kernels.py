@@ -42,6 +42,7 @@ MAX_STEPS = 64
 SHOWN_KERNELS, SHOWN_LAUNCHES = 20, 24
 LARGEST_ID = 10_000
 MAX_MODEL_LEN = 4096
+MAX_PROMPT_LEN = 3072  # so that every request has room for the steps before and in the recording
 
 
 class Launch(NamedTuple):
@@ -154,6 +155,10 @@ def main(argv: list[str]) -> int:
     args: argparse.Namespace = parser.parse_args(argv)
     if args.steps > MAX_STEPS:
         parser.error(f"--steps {args.steps}: use at most {MAX_STEPS}")
+    longest = 2 * args.input_len if args.ragged else args.input_len
+    for words, length in ((f"--input-len {args.input_len}", longest), ("--chunk", args.chunk or 0)):
+        if length > MAX_PROMPT_LEN:
+            parser.error(f"{words}: prompts of {length} ids; use at most {MAX_PROMPT_LEN}")
     if not torch.cuda.is_available():
         parser.error("no CUDA GPU here; these are measurements of one")
     result: dict[str, Any] = {

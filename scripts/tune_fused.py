@@ -129,7 +129,8 @@ class Step:
             qkv, self.positions, self.cos_sin, slots, *caches, *self.heads, *gains, EPS
         )
         q = qkv[:, : num_heads * head_dim].view(num_reqs, num_heads, head_dim)
-        return decode_attention(q, *caches, self.batch, scale).view(num_reqs, -1)
+        out = decode_attention(q, *caches, self.batch, scale, reads_early=True)
+        return out.view(num_reqs, -1)
 
     def separate(self, layer: Layer, attention: Attention | None) -> torch.Tensor:
         """Run a layer as cuBLAS's projections and our elementwise kernels."""

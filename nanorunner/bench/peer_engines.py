@@ -152,6 +152,8 @@ class PunctualVllm(VllmEngine):
         super().__init__(llm, vllm)
         # vLLM's: its thread puts there what the engine's process sends, its step() takes it out
         self._outputs = llm.llm_engine.engine_core.outputs_queue
+        self._due_s: deque[float] = deque()  # of the pass's requests that are still to come
+        self._clock = Clock(0.0)
 
     def begin_pass(self, arrivals: Arrivals, clock: Clock) -> None:
         """Take the times at which a pass will add its requests; before each pass."""

@@ -128,6 +128,18 @@ def _read_with(tool: str, flag: str, cubin: bytes) -> str:
         ).stdout
 
 
+def describe(ptx: str) -> dict[str, object]:
+    """Return how often a kernel waits for the one in front, and what it does before."""
+    before, *parts = ptx.split("griddepcontrol.wait")
+    return {
+        "waits": len(parts),
+        "loads_before": len(re.findall(r"\bld\.global", before)),
+        "fresh_loads_before": before.count("ld.global.cg"),
+        "stores_before": len(re.findall(r"\bst\.global|\batom\.|\bred\.", before)),
+        "is_late": "griddepcontrol.launch_dependents" not in before,
+    }
+
+
 def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Call every launcher once for each of its plans."""
     hidden, weight = normal(2, 1024, dtype=dtype), normal(1024, dtype=dtype)
@@ -138,7 +150,7 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
         qk_norm_rope_kv_write_triton(**rope_arguments(heads, num_tokens, dtype, has_norm=True))
     case = attention_case([(1, 9), (1, 9)], heads, dtype)
     sizes = (*heads, dtype.itemsize, H200_PROCESSORS)
-    batches = list(product((1, 16, 64, 256), MAX_SEQ_LENS))
+    batches = list(product((1, 16, 64, 128, 256), MAX_SEQ_LENS))
     for plan in sorted({plan_decode(num_reqs, *sizes, longest) for num_reqs, longest in batches}):
         decode_attention(
             case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan, reads_early=True
@@ -180,7 +192,7 @@ def launch_peers(ranks: int, dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "the interpreter compiles nothing"
     capability = int(sys.argv[1])
-    compile_instead(capability, use_pdl=capability >= 90)
+    compile_instead(capability, use_pdl=capability >= 90, describe=describe)
     # two processes, of which the other ends with this one: compiling keeps a core busy
     context = multiprocessing.get_context("fork")
     other = context.Process(target=launch_all, args=((16, 8, 128), torch.bfloat16), daemon=True)

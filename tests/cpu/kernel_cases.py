@@ -153,6 +153,23 @@ def forget_compiled() -> None:
         kernel.device_caches.clear()
 
 
+def num_unequal_replays(
+    graph: torch.cuda.CUDAGraph, outs: list[torch.Tensor], first: list[torch.Tensor]
+) -> int:
+    """Replay a graph a thousand times over poisoned outs; return how many elements ever differed.
+
+    first: what one replay has written.
+    """
+    num_unequal = torch.zeros((), dtype=torch.int64, device="cuda")
+    for _ in range(1000):
+        for out in outs:
+            out.fill_(torch.nan)
+        graph.replay()
+        for out, same in zip(outs, first, strict=True):
+            num_unequal += (out != same).sum()
+    return int(num_unequal)
+
+
 def poison(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """Return NaN memory; freed, it is what the next allocation of its size likely gets."""
     return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)

@@ -29,8 +29,8 @@ TOY = ("--model", "tiny-llama", "--device", "cpu", "--max-model-len", "64", "--r
 @pytest.fixture(autouse=True)
 def a_short_nano(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make "nano" three requests of 2 to 9 ids in and out; keep the environment as it is."""
-    for word in bench_arrivals.VLLM_ENVIRONMENT.split():
-        monkeypatch.setenv(*word.split("=", 1))
+    for name, value in bench_arrivals.VLLM_ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setitem(WORKLOADS, "nano", lambda largest_id: ragged(SHORT, 2, 9, 0, largest_id))
 
 

@@ -73,7 +73,8 @@ def test_only_decodes_of_known_sizes_have_a_graph(manager: GraphManager) -> None
 @pytest.mark.parametrize(
     ("num_reqs", "backend", "dtype", "expected"),
     [
-        (40, "triton", torch.bfloat16, False),
+        (41, "triton", torch.bfloat16, False),
+        (42, "triton", torch.bfloat16, True),
         (48, "triton", torch.bfloat16, True),
         (98, "triton", torch.bfloat16, True),
         (99, "triton", torch.bfloat16, False),

@@ -43,6 +43,17 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     for line in lines:
         assert line["shared"] <= SHARED_LIMIT_BYTES, line
         assert line["spilled"] == 0, line
+    rotations = [line for line in lines if line["name"] == "_qk_norm_rope_kv_write_kernel"]
+    decodes = [line for line in lines if line["name"] == "_decode_kernel"]
+    assert rotations
+    assert decodes
+    for line in rotations + decodes:  # the rule of kernels/pdl.py
+        assert (line["waits"], line["stores_before"]) == (1, 0), line
+    # Attention reads a length and a table before its wait, past the first cache, and nothing else;
+    # so what stands in front of it, the rotation, must be late.
+    for line in decodes:
+        assert line["loads_before"] == line["fresh_loads_before"] == 2, line
+    assert all(line["is_late"] for line in rotations), "attention behind it reads too early"
     draws = [line for line in lines if line["name"] == "_best_of_tile"]
     assert {line["tile"] for line in draws} == {1024, 2048}, "gumbel_argmax's and sample_keys'"
     for line in draws:

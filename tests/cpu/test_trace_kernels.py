@@ -49,6 +49,8 @@ def test_ragged_lengths_are_the_same_on_every_call() -> None:
     [
         (["--steps", "65"], "use at most 64"),
         (["--requests", "8,0"], "0"),
+        (["--input-len", "1600", "--ragged"], "prompts of 3200 ids; use at most 3072"),
+        (["--chunk", "4000"], "use at most 3072"),
         ([], "no CUDA GPU here"),
     ],
 )

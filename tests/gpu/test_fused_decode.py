@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from fused_decode_cases import assert_cache, fused_case
+from kernel_cases import num_unequal_replays
 from slow_producer import slow_copy
 
 from nanorunner.kernels.decode_attention import DecodePlan, decode_attention
@@ -95,14 +96,7 @@ def test_a_thousand_replays_of_split_layers_are_equal_to_the_bit(name: str) -> N
     for actual, wanted in zip(first, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=4e-2, atol=4e-2)
         assert not actual[40:].any()
-    num_unequal = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        for out in outs:
-            out.fill_(torch.nan)
-        graph.replay()
-        for out, same in zip(outs, first, strict=True):
-            num_unequal += (out != same).sum()
-    assert int(num_unequal) == 0
+    assert num_unequal_replays(graph, outs, first) == 0
 
 
 @pytest.mark.parametrize(("num_reqs", "max_seq_len"), [(100, 4096), (200, 0)])
@@ -142,14 +136,7 @@ def test_layers_behind_late_producers_are_equal_to_the_bit(num_reqs: int, max_se
     for actual, wanted in zip(first, expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=4e-2, atol=4e-2)
         assert not actual[num_reqs:].any()
-    num_unequal = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        for out in outs:
-            out.fill_(torch.nan)
-        graph.replay()
-        for out, same in zip(outs, first, strict=True):
-            num_unequal += (out != same).sum()
-    assert int(num_unequal) == 0
+    assert num_unequal_replays(graph, outs, first) == 0
 
 
 @pytest.mark.parametrize("is_even", [False, True])

@@ -13,6 +13,7 @@ from kernel_cases import (
     attention_case,
     check_attention,
     normal,
+    num_unequal_replays,
     poison,
     rope_arguments,
 )
@@ -202,14 +203,7 @@ def test_a_thousand_replays_join_the_same_shares(num_reqs: int) -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         outs = run_all()
-    num_unequal = torch.zeros((), dtype=torch.int64, device="cuda")
-    for _ in range(1000):
-        for out in outs:
-            out.fill_(torch.nan)
-        graph.replay()
-        for out, same in zip(outs, first, strict=True):
-            num_unequal += (out != same).sum()
-    assert int(num_unequal) == 0
+    assert num_unequal_replays(graph, outs, first) == 0
     assert not share_counters(case.q.device, 1).any()
 
 

@@ -1,0 +1,81 @@
+"""A v2 runner on a CPU whose decodes go through its graphs' bodies, as on a GPU, step by step."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from nanorunner.config import make_config
+from nanorunner.resolve import resolve
+from nanorunner.workers.cuda_graphs import LOGITS, PLAIN, Descriptor, GraphManager
+from nanorunner.workers.device import Device
+from nanorunner.workers.distributed import Group
+from nanorunner.workers.full_sampling import FullSampling
+from nanorunner.workers.messages import NewRequest, StepInput, StepOutput
+from nanorunner.workers.model_runner import ModelRunner
+
+
+class BodyGraphs(GraphManager):
+    """Serves every decode by running its body at once."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        super().__init__(runner.config.max_num_seqs, is_enabled=True)
+        self.num_replays = 0
+        self.replayed: list[Descriptor] = []
+        self._body = runner.decode_body
+
+    def dispatch(
+        self,
+        num_reqs: int,
+        *,
+        is_decode: bool,
+        is_plain: bool,
+        query_len: int = 1,
+        is_even: bool = False,
+    ) -> Descriptor | None:
+        """Return a graph as large as the batch for every decode."""
+        family = PLAIN if is_plain else LOGITS
+        return Descriptor(num_reqs, family, query_len, is_even) if is_decode else None
+
+    @torch.inference_mode()
+    def replay(self, descriptor: Descriptor) -> torch.Tensor:
+        """Run the body."""
+        self.num_replays += 1
+        self.replayed.append(descriptor)
+        return self._body(descriptor)
+
+
+class Steps:
+    """A v2 runner and the number of its next step."""
+
+    def __init__(self, *, has_graphs: bool) -> None:
+        settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "num_blocks": 8}
+        settings |= {"model": "tiny-qwen3", "runner": "v2", "skip_tokenizer_init": True}
+        config = resolve(make_config(settings)).runner_config
+        device = Device("cpu", 0)
+        group = Group(None, 0, 1, device.torch_device, timeout_s=10)
+        self.runner = ModelRunner(config, 0, group, device)
+        self.runner.load_model()
+        self.runner.allocate_kv(8)
+        self.runner.capture()
+        if has_graphs:
+            self.runner.graphs = BodyGraphs(self.runner)
+        self._number = 0
+
+    def run(self, *batch: tuple[int, int], new: tuple[NewRequest, ...] = ()) -> StepOutput:
+        """Run one step of (request id, tokens) pairs and return its output."""
+        pairs = np.array(batch, np.int32).tobytes()
+        self._number += 1
+        handle = self.runner.step(StepInput(self._number, b"", new, (), pairs, b"").to_wire())
+        assert handle is not None, "rank 0 always gets a handle"
+        return handle.result()
+
+    @property
+    def num_replays(self) -> int:
+        graphs = self.runner.graphs
+        return graphs.num_replays if isinstance(graphs, BodyGraphs) else 0
+
+
+def request(request_id: int, prompt: list[int], sampling: FullSampling) -> NewRequest:
+    ids, block = np.array(prompt, np.int32), np.array([request_id], np.int32)
+    return NewRequest(request_id, ids.tobytes(), len(prompt), 0, block.tobytes(), sampling)

@@ -15,6 +15,8 @@ once, after loading, into oneDNN's blocked layout. SmolLM2's 121 projections on 
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +57,12 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     weight is [out, in], plain or from pack(); x is contiguous when it is packed.
     """
     if weight.is_mkldnn:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return out
+        return _packed_product()(x, weight, bias, "none", [], "")
     return F.linear(x, weight, bias)
+
+
+@cache
+def _packed_product() -> Callable[..., torch.Tensor]:
+    """Return oneDNN's operator; to find it anew on each call would be 1 % of a decode step."""
+    operator: Callable[..., torch.Tensor] = torch.ops.mkldnn._linear_pointwise.default
+    return operator

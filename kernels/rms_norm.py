@@ -24,9 +24,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """Add x to residual in place, both [n, hidden], and return the norm of the sum."""
-    function = add_rms_norm_triton if x.is_cuda else add_rms_norm_reference
-    return function(x, residual, weight, eps)
+    """Add x to residual in place, both [n, hidden], and return the norm of the sum.
+
+    On a CPU the norm of another dtype than float32 takes x's place: to() would be slower.
+    """
+    if x.is_cuda:
+        return add_rms_norm_triton(x, residual, weight, eps)
+    norm = _norm(residual.add_(x), weight, eps)
+    return norm if norm.dtype == x.dtype else x.copy_(norm)
 
 
 def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -34,19 +39,24 @@ def rms_norm_reference(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tor
 
     PyTorch's own rms_norm is nine calls on a CPU, and each costs more than its arithmetic.
     """
-    wide = x.float()  # x itself when it is float32
-    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    scale = torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
     # Rounding once, at the end, is what the Triton kernel does too.
-    return torch.mul(wide, scale).mul_(weight).to(x.dtype)
+    return _norm(x, weight, eps).to(x.dtype)
 
 
 def add_rms_norm_reference(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
-    """add_rms_norm in plain PyTorch, on any device."""
-    residual.add_(x)
-    return rms_norm_reference(residual, weight, eps)
+    """add_rms_norm in plain PyTorch, on any device; x stays as it is."""
+    return rms_norm_reference(residual.add_(x), weight, eps)
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the norm in float32."""
+    wide = x.float()
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(_constant(eps, x.device), length, length, value=1 / x.shape[-1]).rsqrt_()
+    normed = torch.mul(wide, scale) if wide is x else wide.mul_(scale)
+    return normed.mul_(weight)
 
 
 @cache

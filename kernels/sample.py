@@ -31,6 +31,7 @@ GREEDY_BELOW = 1e-10
 NO_ID = 2**31 - 1  # larger than every id
 TILE = 1024  # vocabulary ids a program
 CHUNK = 16384  # random words at a time on a CPU: their 128 KiB temporaries stay in cache
+ROWS = 8  # logits rows made float32 at a time: all 64 of a large vocabulary take 7 times as long
 
 Float32 = npt.NDArray[np.float32]
 Int64 = npt.NDArray[np.int64]
@@ -64,21 +65,33 @@ def gumbel_argmax_reference(
     position: torch.Tensor,
     vocab_offset: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute gumbel_argmax on the CPU: greedy rows in logits' own dtype, the others with numpy."""
-    top, best = logits.max(dim=-1)  # the first of equals
-    values = top.float()
-    if bool(values.isnan().any()):  # to max() a NaN is the largest
+    """Compute gumbel_argmax on the CPU, with numpy."""
+    values, best = _best(logits)
+    if np.isnan(values).any():  # to argmax() a NaN is the largest
         logits = logits.masked_fill(logits.isnan(), -torch.inf)
-        top, best = logits.max(dim=-1)
-        values = top.float()
+        values, best = _best(logits)
     heat = temperature.numpy()
     rows = np.flatnonzero(heat >= GREEDY_BELOW)
     if len(rows):
         scaled: Float32 = logits[torch.from_numpy(rows)].float().numpy() / heat[rows, None]
-        values.numpy()[rows], best.numpy()[rows] = _best_with_noise(
+        values[rows], best[rows] = _best_with_noise(
             scaled, seed.numpy()[rows, None], position.numpy()[rows, None], vocab_offset
         )
-    return values, best + vocab_offset
+    return torch.from_numpy(values), torch.from_numpy(best + vocab_offset)
+
+
+def _best(logits: torch.Tensor) -> tuple[Float32, Int64]:
+    """Return each row's best value and its column, the first of equals; logits [n, V].
+
+    numpy's argmax, with the conversion, takes a third of the time of torch's max().
+    """
+    values, best = np.empty(len(logits), np.float32), np.empty(len(logits), np.int64)
+    for start in range(0, len(logits), ROWS):
+        some = slice(start, start + ROWS)
+        wide: Float32 = logits[some].float().numpy()
+        best[some] = wide.argmax(axis=-1)
+        values[some] = np.take_along_axis(wide, best[some, None], axis=-1)[:, 0]
+    return values, best
 
 
 def _best_with_noise(

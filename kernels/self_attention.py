@@ -49,13 +49,15 @@ def plan_attention(
     cos_sin: torch.Tensor,
     batch: AttentionBatch,
     backend: str,
-    dtype: torch.dtype,
-    block_size: int,
+    k_cache: torch.Tensor,
 ) -> AttentionPlan:
-    """Return what every layer of this step shares; no operation at all on a GPU."""
+    """Return what every layer of this step shares; no operation at all on a GPU.
+
+    k_cache [blocks, block_size, num_kv_heads, head_dim] is a layer's, for its shape and dtype.
+    """
     host = None
     if not positions.is_cuda:
-        host = plan_host(positions, cos_sin, batch, backend, dtype, block_size)
+        host = plan_host(positions, cos_sin, batch, backend, k_cache)
     return AttentionPlan(positions, cos_sin, batch, backend, host)
 
 
@@ -161,14 +163,7 @@ def _write_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
 ) -> None:
-    """Copy k and v [num_tokens, num_kv_heads * head_dim] to their slots.
-
-    A block whose first slot is written is cleared before: a decode may read in place and mask what
-    lies past a request's end, and 0 * NaN, from memory that nobody wrote, would be NaN.
-    """
-    if host.new_blocks is not None:
-        k_cache.index_fill_(0, host.new_blocks, 0)
-        v_cache.index_fill_(0, host.new_blocks, 0)
+    """Copy k and v [num_tokens, num_kv_heads * head_dim] to their slots."""
     if host.written is not None:
         k, v = k[host.written], v[host.written]
     # view, not reshape: a copy would lose the write.
@@ -214,27 +209,24 @@ def _decode(
     """
     num_reqs = q.shape[0]
     num_kv_heads, dim = k_cache.shape[2:]
-    out = F.scaled_dot_product_attention(
-        q.view(num_reqs, num_kv_heads, -1, dim),
-        _requests_kv(k_cache, decode, num_reqs),
-        _requests_kv(v_cache, decode, num_reqs),
-        attn_mask=decode.mask,
-        scale=scale,
-    )
+    width = num_kv_heads * dim
+    if decode.copy is None:
+        k, v = _only_request(k_cache, decode), _only_request(v_cache, decode)
+    else:
+        slots, k_rows, v_rows, k, v = decode.copy
+        torch.index_select(k_cache.view(-1, width), 0, slots, out=k_rows)
+        torch.index_select(v_cache.view(-1, width), 0, slots, out=v_rows)
+    q = q.view(num_reqs, num_kv_heads, -1, dim)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=decode.mask, scale=scale)
     return out.reshape(num_reqs, -1)
 
 
-def _requests_kv(cache: torch.Tensor, decode: DecodePlan, num_reqs: int) -> torch.Tensor:
-    """Return K or V as [num_reqs, num_kv_heads, longest, head_dim]: a view of cache, or a copy."""
+def _only_request(cache: torch.Tensor, decode: DecodePlan) -> torch.Tensor:
+    """Return the K or V of a batch of one as [1, num_kv_heads, longest, head_dim], a view."""
     num_kv_heads, dim = cache.shape[2:]
     width = num_kv_heads * dim
-    if decode.even is not None:
-        first, distance = decode.even
-        return cache.as_strided(
-            (num_reqs, num_kv_heads, decode.longest, dim),
-            (distance * width, dim, width, 1),
-            cache.storage_offset() + first * width,
-        )
-    assert decode.slots is not None, "a plan without even blocks has slots"
-    copy = cache.view(-1, width).index_select(0, decode.slots)
-    return copy.view(num_reqs, -1, num_kv_heads, dim).transpose(1, 2)
+    return cache.as_strided(
+        (1, num_kv_heads, decode.longest, dim),
+        (width, dim, width, 1),
+        cache.storage_offset() + decode.first_slot * width,
+    )

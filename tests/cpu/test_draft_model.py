@@ -163,7 +163,7 @@ def test_nothing_is_read_or_written_from_a_requests_limit_on(
     assert steps.drafts(1) == []
     assert torch.equal(steps.tables.token_ids[steps.row(1), limit:], untouched)
     behind = steps.draft_model.kv_cache[:, :, 1, limit - 256 :]
-    assert bool((behind == 0).all()), "on a CPU the rest of a new block is cleared, and stays so"
+    assert bool(behind.isnan().all()), "the cache was full of NaN, and stays so where no token is"
     # its neighbour goes on as if it were alone
     assert steps.ids[2] == plain_ids(folder, prompt(9), 17, 2)
 
@@ -177,7 +177,8 @@ def test_a_chain_that_outruns_its_blocks_leaves_others_alone_and_no_gap(
     steps.step({1: 20}, new=new[:1])
     others = steps.draft_model.kv_cache[:, :, 0].clone()
     steps.step({2: 256}, new=new[1:])  # its next block in the table is 0, which is not its own
-    assert torch.equal(steps.draft_model.kv_cache[:, :, 0], others)
+    now = steps.draft_model.kv_cache[:, :, 0]
+    torch.testing.assert_close(now, others, rtol=0, atol=0, equal_nan=True)
     # the row's last owner may have said the same: no draft is meant here, but these are right
     steps.tables.token_ids[steps.row(2), 257:260] = torch.tensor(expected[1:4])
     steps.propose(1)

@@ -148,10 +148,7 @@ class Decoder:
         [num_blocks, 256, local_kv_heads, head_dim].
         """
         eps = self.model.rms_norm_eps
-        block_size = k_caches[0].shape[1]
-        plan = plan_attention(
-            positions, self.cos_sin, batch, self.attention_backend, self.dtype, block_size
-        )
+        plan = plan_attention(positions, self.cos_sin, batch, self.attention_backend, k_caches[0])
         if self.has_few_rows and batch.max_query_len == 1:
             if len(input_ids) <= MAX_ROWS:
                 return self.decode_few(input_ids, plan, k_caches, v_caches)

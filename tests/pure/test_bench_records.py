@@ -109,7 +109,7 @@ def test_the_older_files_of_bench_engine_are_points_too() -> None:
     old = [each for each in found.records if each.kind == "engine"]
     rates = {
         (path.name, name): load["output_tokens_per_s"]
-        for path in folder.glob("v*-tp*.json")
+        for path in folder.glob("v[12]-*-tp*.json")
         for name, load in json.loads(path.read_text()).get("loads", {}).items()
     }
     assert len(old) == len(rates) > 20

@@ -50,16 +50,10 @@ class StubGraphs(GraphManager):
         self._logits = torch.zeros(max_num_seqs, 1)
 
     def dispatch(
-        self,
-        num_reqs: int,
-        *,
-        is_decode: bool,
-        is_plain: bool,
-        query_len: int = 1,
-        is_even: bool = False,
+        self, num_reqs: int, *, is_decode: bool, is_plain: bool, **kind: Any
     ) -> Descriptor | None:
         """Return a descriptor for every decode."""
-        return Descriptor(num_reqs, PLAIN, query_len, is_even) if is_decode else None
+        return Descriptor(num_reqs, PLAIN, **kind) if is_decode else None
 
     def replay(self, descriptor: Descriptor) -> torch.Tensor:
         """Return nothing of worth."""

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanorunner.bench.fresh_process import run_fresh
-from nanorunner.bench.measuring_flags import count_above_0, number_above_0, one_of
+from nanorunner.bench.measuring_flags import count_above_0, counts_above_0, number_above_0, one_of
 from nanorunner.flags import Parser
 
 if TYPE_CHECKING:
@@ -81,7 +81,7 @@ def make_parser() -> Parser:
     add("--oracle", type=probabilities, metavar="P,P", help="how often a draft is right, each P")
     add("--model", metavar="NAME", help=f"default: the embedded one; --oracle: {ORACLE_MODEL}")
     add("--tp", type=count_above_0, default=1, metavar="N")
-    add("--batch-sizes", type=counts, default=[1, 8], metavar="N,N", help="default 1,8")
+    add("--batch-sizes", type=counts_above_0, default=[1, 8], metavar="N,N", help="default 1,8")
     add("--num-speculative-tokens", type=count_above_0, metavar="K", help=DRAFTS_HELP)
     add("--rounds", type=count_above_0, default=2, metavar="N", help="engines a side (default 2)")
     add("--repeats", type=count_above_0, default=3, metavar="N", help="passes of one (default 3)")
@@ -260,11 +260,6 @@ def probabilities(text: str) -> list[float]:
     if not all(0 < one <= 1 for one in found):
         raise argparse.ArgumentTypeError(f"{text!r}: use numbers above 0 and up to 1, as 0.6,0.8")
     return found
-
-
-def counts(text: str) -> list[int]:
-    """Return the numbers of "1,8"; argparse's error otherwise."""
-    return [count_above_0(part) for part in text.split(",")]
 
 
 def ways(text: str) -> list[str]:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from nanorunner.bench.measuring_flags import counts_above_0
 from nanorunner.flags import Parser
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.decode_attention import DecodePlan, decode_attention, is_full, plan_decode
@@ -191,12 +192,8 @@ def measure(num_reqs: int, name: str, end_s: float) -> dict[str, Any]:
 def main(argv: list[str]) -> int:
     """Return the exit code: 2 for wrong flags."""
     parser = Parser(prog="sweep_attention.py", description=(__doc__ or "").split("\n")[0])
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(SIZES))
-    parser.add_argument("--batches", type=numbers, default=BATCHES, help="requests")
+    parser.add_argument("--batches", type=counts_above_0, default=BATCHES, help="requests")
     parser.add_argument("--seconds", type=float, default=60.0, help="stop after so long")
     parser.add_argument("--out", type=Path, help="also write the JSON here")
     args: argparse.Namespace = parser.parse_args(argv)

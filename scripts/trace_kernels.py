@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from nanorunner import LLM, SamplingParams
-from nanorunner.bench.measuring_flags import count_above_0
+from nanorunner.bench.measuring_flags import count_above_0, counts_above_0
 from nanorunner.flags import Parser
 
 if TYPE_CHECKING:
@@ -139,14 +139,10 @@ def report(num_reqs: int, found: dict[str, Any]) -> None:
 def main(argv: list[str]) -> int:
     """Return the exit code: 2 for wrong flags."""
     parser = Parser(prog="trace_kernels.py", description=(__doc__ or "").split("\n")[0])
-
-    def numbers(text: str) -> list[int]:
-        return [count_above_0(part) for part in text.split(",")]
-
     parser.add_argument("--model", default="qwen3-0.6b", help="a preset, or a folder's shape")
     parser.add_argument("--tp", type=count_above_0, default=1)
     parser.add_argument("--runner", default="v2", choices=["v1", "v2"])
-    parser.add_argument("--requests", type=numbers, default=[8, 64, 256], help="a case each")
+    parser.add_argument("--requests", type=counts_above_0, default=[8, 64, 256], help="a case each")
     parser.add_argument("--input-len", type=count_above_0, default=512, help="ids of a prompt")
     parser.add_argument("--ragged", action="store_true", help="prompts of many lengths")
     parser.add_argument("--chunk", type=count_above_0, help="ids of a prompt that joins each step")

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanorunner.bench.measuring_flags import counts_above_0
 from nanorunner.flags import Parser
 from nanorunner.kernels.few_rows_plans import MAX_ROWS, load_table
 from nanorunner.kernels.medium_rows_plans import FEW_ROWS, MAX_MEDIUM_ROWS, ops_at
@@ -122,13 +123,11 @@ def check_rows(row_counts: list[int], *, is_medium: bool) -> None:
 def main(argv: list[str]) -> int:
     """Return the exit code: 2 for wrong flags."""
     parser = Parser(prog="tune.py", description=(__doc__ or "").split("\n")[0])
-
-    def numbers(text: str) -> list[int]:
-        return [int(part) for part in text.split(",")]
-
     parser.add_argument("--models", type=lambda text: text.split(","), default=["0.6b", "8b"])
-    parser.add_argument("--tp", type=numbers, default=[1, 2], help="split over so many ranks")
-    parser.add_argument("--rows", type=numbers, help="rows of a step, the most wanted first")
+    parser.add_argument(
+        "--tp", type=counts_above_0, default=[1, 2], help="split over so many ranks"
+    )
+    parser.add_argument("--rows", type=counts_above_0, help="rows of a step, the most wanted first")
     parser.add_argument(
         "--only", default=",".join(KINDS), help=f"what to measure: {', '.join(KINDS)}; or {MEDIUM}"
     )

@@ -109,8 +109,9 @@ class StepBody(RunnerStages):
         )
         if recorder is not None:
             recorder.lap(PREPARE, on_gpu=True)
-        batch = self._attention_batch(buffers, 1, self.config.max_model_len, descriptor.query_len)
-        batch = batch._replace(is_even=descriptor.is_even)
+        batch = self._attention_batch(
+            buffers, 1, self.config.max_model_len, descriptor.query_len, descriptor.is_even
+        )
         hidden = self._forward(buffers, batch)
         if recorder is not None:
             recorder.lap(FORWARD, on_gpu=True)
@@ -226,7 +227,12 @@ class StepBody(RunnerStages):
             self.recorder.lap(DRAFT, on_gpu=True)
 
     def _attention_batch(
-        self, buffers: InputBuffers, max_query_len: int, max_seq_len: int, query_len: int
+        self,
+        buffers: InputBuffers,
+        max_query_len: int,
+        max_seq_len: int,
+        query_len: int,
+        is_even: bool = False,
     ) -> AttentionBatch:
         return AttentionBatch(
             query_start_loc=buffers.query_start_loc,
@@ -236,6 +242,7 @@ class StepBody(RunnerStages):
             max_query_len=max_query_len,
             max_seq_len=max_seq_len,
             places_share_kv=query_len > 1,
+            is_even=is_even,
         )
 
     def _forward(self, buffers: InputBuffers, batch: AttentionBatch) -> torch.Tensor:

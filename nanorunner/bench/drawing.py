@@ -26,9 +26,8 @@ GREY = "0.35"
 NOTE_SIZE = 13
 CAPTION_LETTERS = 135  # of that size in a line
 MOST_TICKS = 6  # on an axis: even labels such as 10,000,000 stay apart at this size
-NARROWEST = (
-    1e-4  # an axis over its figures; those nearer to each other have too many digits to read
-)
+# An axis over its figures; those nearer to each other have too many digits to read.
+NARROWEST = 1e-4
 STYLE = {
     "font.size": 17,
     "axes.titlesize": 22,

@@ -165,6 +165,11 @@ def count_above_0(text: str) -> int:
     return _count(text, least=1)
 
 
+def counts_above_0(text: str) -> list[int]:
+    """Return the counts of "1,8", each of at least 1; argparse's error otherwise."""
+    return [count_above_0(part) for part in text.split(",")]
+
+
 def count_from_0(text: str) -> int:
     """Return a count of at least 0; argparse's error otherwise."""
     return _count(text, least=0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -20,27 +22,24 @@ class BodyGraphs(GraphManager):
 
     def __init__(self, runner: ModelRunner) -> None:
         super().__init__(runner.config.max_num_seqs, is_enabled=True)
-        self.num_replays = 0
         self.replayed: list[Descriptor] = []
         self._body = runner.decode_body
 
     def dispatch(
-        self,
-        num_reqs: int,
-        *,
-        is_decode: bool,
-        is_plain: bool,
-        query_len: int = 1,
-        is_even: bool = False,
+        self, num_reqs: int, *, is_decode: bool, is_plain: bool, **kind: Any
     ) -> Descriptor | None:
         """Return a graph as large as the batch for every decode."""
         family = PLAIN if is_plain else LOGITS
-        return Descriptor(num_reqs, family, query_len, is_even) if is_decode else None
+        return Descriptor(num_reqs, family, **kind) if is_decode else None
+
+    @property
+    def num_replays(self) -> int:
+        """How often replay() was called."""
+        return len(self.replayed)
 
     @torch.inference_mode()
     def replay(self, descriptor: Descriptor) -> torch.Tensor:
         """Run the body."""
-        self.num_replays += 1
         self.replayed.append(descriptor)
         return self._body(descriptor)
 

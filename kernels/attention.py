@@ -23,6 +23,9 @@ from nanorunner.kernels.flash_attention import flash_attention
 from nanorunner.kernels.prefill_attention import prefill_attention
 
 BACKENDS = ("torch", "triton", "flash_attn")
+# So many decodes of a mixed batch are worth a launch of their own (on an H200 from 2 to 8 on, by
+# shape); fewer are rows of tiles for prompts.
+LEAST_DECODES = 4
 
 
 def paged_attention(
@@ -48,12 +51,37 @@ def paged_attention(
         is_decode = batch.max_query_len == 1 and q.shape[0] == batch.seq_lens.shape[0]
         if is_decode:
             return decode_attention(q, k_cache, v_cache, batch, scale, reads_early=reads_early)
-        return prefill_attention(q, k_cache, v_cache, batch, scale)
+        return _mixed_attention(q, k_cache, v_cache, batch, scale)
     if backend == "flash_attn":
         return flash_attention(q, k_cache, v_cache, batch, scale)
     if backend == BATCH_INVARIANT:
         return batch_invariant_attention(q, k_cache, v_cache, batch, scale)
     raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+
+
+def _mixed_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    batch: AttentionBatch,
+    scale: float,
+) -> torch.Tensor:
+    """Prompts by their kernel, and many decodes in front of them by theirs, at the same time."""
+    num_decodes = batch.num_decodes if batch.num_decodes >= LEAST_DECODES else 0
+    out = prefill_attention(q, k_cache, v_cache, batch, scale, num_skipped=num_decodes)
+    if num_decodes:
+        decodes = batch._replace(
+            query_start_loc=batch.query_start_loc[: num_decodes + 1],
+            seq_lens=batch.seq_lens[:num_decodes],
+            block_tables=batch.block_tables[:num_decodes],
+            slot_mapping=batch.slot_mapping[:num_decodes],
+            max_query_len=1,
+        )
+        decode_attention(
+            q[:num_decodes], k_cache, v_cache, decodes, scale,
+            waits_last=True, out=out[:num_decodes],
+        )  # fmt: skip
+    return out
 
 
 def paged_attention_reference(

@@ -52,9 +52,9 @@ class DecodePlan(NamedTuple):
 # A batch of so many (request, KV head) pairs a processor fills the device with whole requests; so
 # only long ones are cut, into shares of at least so many tokens. Above splits * share they grow.
 FULL_LOAD, SPLITS, LEAST_SHARE = 6, 4, 2048
-# From so many pairs a processor on narrow programs keep the memory as busy as wide ones, and end
-# more evenly.
-NARROW_LOAD = 10
+# From so many pairs a processor on wide programs pay, two on a processor; and from so many narrow
+# ones keep the memory as busy, and end more evenly.
+WIDE_LOAD, NARROW_LOAD = 3, 10
 MAX_SEQ_LENS = (0, LEAST_SHARE + 1)  # the lengths at which plans change
 
 
@@ -99,10 +99,8 @@ def _plan_tile(
         return DecodePlan(num_splits, 32, 4, 2)
     if load >= NARROW_LOAD:
         return DecodePlan(num_splits, 32, 1, 3)
-    if load >= FULL_LOAD:
+    if load >= WIDE_LOAD:
         return DecodePlan(num_splits, 128, 4, 2)
-    if load >= 3:
-        return DecodePlan(num_splits, 64, 2, 2)
     return DecodePlan(num_splits, 64, 4, 3)
 
 
@@ -114,20 +112,26 @@ def decode_attention(
     scale: float,
     plan: DecodePlan | None = None,
     reads_early: bool = False,
+    *,
+    waits_last: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output [requests, num_heads, head_dim]; see kernels/attention.py.
 
     Row i of q belongs to request i. A request of length 0 (padding) gets zeros. `plan` replaces
     plan_decode's choice, for measurements. reads_early: the lengths and tables are read before the
     wait of kernels/pdl.py, which the kernel before must allow: one that is no PDL launch, or a late
-    one (rope_kv_write.py), and that writes neither.
+    one (rope_kv_write.py), and that writes neither. waits_last: all is, the kernel before being a
+    late one that writes nothing that is read here (prefill_attention.py). out: where to write.
     """
     num_reqs, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
     assert q[0:1].is_contiguous(), "the heads of a q row must lie side by side"
     assert k_cache.is_contiguous(), "the K cache must be contiguous"
     assert v_cache.is_contiguous(), "the V cache must be contiguous"
-    out = torch.empty((num_reqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((num_reqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    assert out.is_contiguous(), "the output must be contiguous"
     if num_reqs == 0:
         return out
     plan = plan or plan_decode(
@@ -160,7 +164,8 @@ def decode_attention(
         BLOCK_TOKENS=block_tokens,
         TILE=plan.tile_tokens,
         IS_SPLIT=plan.num_splits > 1,
-        READ_EARLY=reads_early,
+        READ_EARLY=reads_early or waits_last,
+        WAIT_LAST=waits_last,
         **part_sizes(plan, group, columns),
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
@@ -227,6 +232,7 @@ def _decode_kernel(
     TILE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
     READ_EARLY: tl.constexpr,
+    WAIT_LAST: tl.constexpr,
     HEADS: tl.constexpr,
     PARTS: tl.constexpr,
     USE_PDL: tl.constexpr,
@@ -249,10 +255,12 @@ def _decode_kernel(
     table = block_tables + request * table_stride
     first_place = table + begin // BLOCK_TOKENS
     next_block = tl.load(first_place, mask=begin < length, other=0, cache_modifier=".cg")
-    if USE_PDL and READ_EARLY:
+    if USE_PDL and READ_EARLY and not WAIT_LAST:
         gdc_wait()
     if IS_SPLIT and (split > 0) & (begin >= length):
-        return  # nothing to do; of a padded request the first split writes the zeros
+        # Nothing to do; of a padded request the first split writes the zeros. Nor is there a need
+        # to WAIT_LAST: the first splits do.
+        return
 
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
@@ -296,3 +304,5 @@ def _decode_kernel(
         split, num_splits, length, share, GROUP, ROWS, NUM_KV_HEADS,
         HEAD_DIM, COLUMNS, IS_SPLIT, HEADS, PARTS,
     )  # fmt: skip
+    if USE_PDL and WAIT_LAST:
+        gdc_wait()  # whoever waits for this launch waits for the one before it too

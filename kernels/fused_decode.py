@@ -22,6 +22,7 @@ from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.combine_splits import combine_splits
 from nanorunner.kernels.decode_attention import (
     LOG2_E,
+    WIDE_LOAD,
     DecodePlan,
     plan_decode,
     tile_shape,
@@ -108,7 +109,7 @@ def plan_fused(
         return plan._replace(tile_tokens=32, num_warps=2, num_stages=2)
     if load <= ONE_ROUND_LOAD or not is_even:
         return DecodePlan(1, 128, 4, 2, in_order=True)
-    return plan
+    return plan._replace(tile_tokens=64, num_warps=2, num_stages=2) if load >= WIDE_LOAD else plan
 
 
 def fused_decode_reference(

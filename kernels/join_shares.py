@@ -17,7 +17,8 @@ resources) has run no program; one that faults on the device ends the CUDA conte
 all. Two launches must not
 touch them at once: those of a device are all in one stream's order, and decode_attention, which may
 start while older kernels run (pdl.py), touches counters and parts only after its wait, when all of
-them have ended. The lengths it may read before, behind a late kernel that does not write them.
+them have ended; or, where it waits last, while one late kernel runs that touches neither. The
+lengths it may read before, behind a late kernel that does not write them.
 """
 
 from __future__ import annotations

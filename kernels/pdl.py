@@ -14,8 +14,11 @@ the late kernel has ended when the successor starts, and the successor may read,
 whatever the late kernel itself does not write. Decode attention reads lengths, block tables and
 cached KV so.
 
+Behind a late kernel of which it needs nothing, a kernel may even wait last: decode attention does,
+behind the attention of the same step's prompts.
+
 Every program waits, also one that finds nothing to do: a grid that ended without waiting would
-release its successor while older kernels still run.
+release its successor while older kernels still run. (Waiting last, one program is enough.)
 """
 
 from __future__ import annotations

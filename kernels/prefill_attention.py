@@ -10,6 +10,9 @@ group rows, not one.
 The grid is a bound known without the lengths, num_tokens // TOKENS + num_reqs tiles. Request i's
 tiles start at query_start_loc[i] // TOKENS + i, so a program finds its own by binary search on the
 device; the surplus ends at once.
+
+Requests in front that have one token each may be left out, for kernels/decode_attention.py: as rows
+of a tile for prompts, many decodes wait for each other on few processors.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import NamedTuple
 import torch
 
 from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
 from nanorunner.kernels.triton_support import jit, next_power_of_two, shared_bytes, tl
 
 LOG2_E = 1.4426950408889634
@@ -49,6 +53,9 @@ def plan_prefill(
         plan = PrefillPlan(smallest, 64 if columns <= 128 else 32, 4, 3)
     elif columns <= 64:
         plan = PrefillPlan(max(smallest, 128), 128, 8, 3)
+    elif columns <= 128 and smallest <= 64:
+        # Two programs a processor: while one is at its softmax, the other multiplies.
+        plan = PrefillPlan(64, 64, 4, 3)
     elif columns <= 128:
         plan = PrefillPlan(max(smallest, 128), 64, 8, 3)
     else:
@@ -73,16 +80,19 @@ def prefill_attention(
     plan: PrefillPlan | None = None,
     *,
     masks_all: bool = False,
+    num_skipped: int = 0,
 ) -> torch.Tensor:
     """Return the attention output [tokens, num_heads, head_dim]; see kernels/attention.py.
 
     Tokens past query_start_loc[-1] (padding) get zeros. `plan` replaces plan_prefill's choice.
+    num_skipped: so many requests in front, of one token each, whose rows of out stay unwritten.
+    The launch after this may overlap with it, and find what came before it complete (pdl.py).
     masks_all runs every KV tile through the same instructions: where the mask begins depends on a
     query's neighbours in its tile, and code with a mask and without may round differently.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
-    num_reqs = batch.seq_lens.shape[0]
+    num_reqs = batch.seq_lens.shape[0] - num_skipped
     assert q[0:1].is_contiguous(), "the heads of a q row must lie side by side"
     assert k_cache.is_contiguous(), "the K cache must be contiguous"
     assert v_cache.is_contiguous(), "the V cache must be contiguous"
@@ -95,18 +105,20 @@ def prefill_attention(
     )
     tokens = plan.rows // group
     # One more "request" clears the padding tokens behind the last real one.
-    num_tiles = num_tokens // tokens + num_reqs + 1
+    first_tile = num_skipped // tokens
+    num_tiles = num_tokens // tokens + num_reqs + 1 - first_tile
     _prefill_kernel[(num_tiles, num_kv_heads)](
         q,
         k_cache,
         v_cache,
-        batch.query_start_loc,
-        batch.seq_lens,
-        batch.block_tables,
+        batch.query_start_loc[num_skipped:],
+        batch.seq_lens[num_skipped:],
+        batch.block_tables[num_skipped:],
         out,
         scale * LOG2_E,
         num_tokens,
         num_reqs,
+        first_tile,
         q.stride(0),
         batch.block_tables.stride(0),
         GROUP=group,
@@ -120,12 +132,13 @@ def prefill_attention(
         MASKS_ALL=masks_all,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **launch_options(can_overlap(q.device)),
     )
     return out
 
 
 @jit(
-    counts=("num_tokens", "num_reqs", "table_stride"),
+    counts=("num_tokens", "num_reqs", "first_tile", "table_stride"),
     tables=("query_start_loc", "seq_lens", "block_tables"),
 )
 def _prefill_kernel(
@@ -139,6 +152,7 @@ def _prefill_kernel(
     scale: tl.tensor,  # times log2(e): exp2 is the device's own instruction, exp is not
     num_tokens: tl.tensor,
     num_reqs: tl.tensor,
+    first_tile: tl.tensor,
     q_stride: tl.tensor,
     table_stride: tl.tensor,
     GROUP: tl.constexpr,
@@ -150,10 +164,14 @@ def _prefill_kernel(
     BLOCK_TOKENS: tl.constexpr,
     TILE: tl.constexpr,
     MASKS_ALL: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One (query tile, kv head); see the module docstring for the rows of a tile."""
+    if USE_PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     # The last tiles of a causal prompt are the longest: start them first.
-    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)
     kv_head = tl.program_id(1)
     request = _request_of_tile(query_start_loc, tile, num_reqs, TOKENS)
     query_start = tl.load(query_start_loc + request)

@@ -11,6 +11,7 @@ from itertools import product
 
 import torch
 
+from nanorunner.kernels.attention import LEAST_DECODES
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.decode_attention import (
     MAX_SEQ_LENS,
@@ -51,11 +52,14 @@ def warm_up_attention(
     plans = set()
     for num_reqs, longest in product(range(1, max_num_reqs + 1), MAX_SEQ_LENS):
         plan = plan_decode(num_reqs, *heads, dtype.itemsize, num_processors(device), longest)
-        if plan not in plans:
-            plans.add(plan)
-            q, batch = empty(num_reqs, 1, longest)
-            # as self_attention.py launches it, behind the rotation
-            decode_attention(q, k_cache, v_cache, batch, 1.0, reads_early=True)
+        # as self_attention.py launches it, behind the rotation; then behind a step's prompts
+        for waits_last in (False, True)[: 1 + (num_reqs >= LEAST_DECODES)]:
+            if (plan, waits_last) not in plans:
+                plans.add((plan, waits_last))
+                q, batch = empty(num_reqs, 1, longest)
+                decode_attention(
+                    q, k_cache, v_cache, batch, 1.0, reads_early=True, waits_last=waits_last
+                )
     for max_query_len in (1, LONG_QUERY):
         q, batch = empty(2, max_query_len)
         prefill_attention(q, k_cache, v_cache, batch, 1.0)

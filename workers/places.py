@@ -40,6 +40,12 @@ class Places(NamedTuple):
         return self.query_len == 1 and bool((self.counts == 1).all())
 
     @property
+    def num_single(self) -> int:
+        """How many places in front have one token each."""
+        longer = self.counts > 1
+        return int(longer.argmax()) if longer.any() else len(longer)
+
+    @property
     def is_verified_alone(self) -> bool:
         """Whether there are groups only."""
         return self.num_verified == len(self.rows)

@@ -189,6 +189,7 @@ class StepBody(RunnerStages):
         if recorder is not None:
             recorder.lap(PREPARE, on_gpu=True)
         batch = self._attention_batch(buffers, max_query_len, max_seq_len, places.query_len)
+        batch = batch._replace(num_decodes=places.num_single)
         hidden = self._forward(buffers, batch)
         if recorder is not None:
             recorder.lap(FORWARD, on_gpu=True)

@@ -152,9 +152,11 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     sizes = (*heads, dtype.itemsize, H200_PROCESSORS)
     batches = list(product((1, 16, 64, 128, 256), MAX_SEQ_LENS))
     for plan in sorted({plan_decode(num_reqs, *sizes, longest) for num_reqs, longest in batches}):
-        decode_attention(
-            case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan, reads_early=True
-        )
+        for waits_last in (False, True):
+            decode_attention(
+                case.q, case.k_cache, case.v_cache, case.batch, case.scale, plan,
+                reads_early=True, waits_last=waits_last,
+            )  # fmt: skip
     fused = fused_case([9, 9], heads, dtype)
     cases = product((1, 8, 32, 48, 64), (False, True))
     for plan in sorted({plan_fused(n, *sizes, is_even=is_even) for n, is_even in cases}):

@@ -248,5 +248,5 @@ def test_a_missing_flash_attn_names_the_way_out(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_small_gpu_gets_a_plan_that_fits_its_shared_memory() -> None:
     plan = plan_prefill(1000, 2, 128, 2, 99 * 1024)
-    assert plan == PrefillPlan(128, 64, 8, 2)
+    assert plan == PrefillPlan(64, 64, 4, 2)
     assert plan_prefill(1000, 2, 256, 2, 99 * 1024).tile_tokens == 32

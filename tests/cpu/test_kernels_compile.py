@@ -44,9 +44,17 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
         assert line["shared"] <= SHARED_LIMIT_BYTES, line
         assert line["spilled"] == 0, line
     rotations = [line for line in lines if line["name"] == "_qk_norm_rope_kv_write_kernel"]
-    decodes = [line for line in lines if line["name"] == "_decode_kernel"]
+    all_decodes = [line for line in lines if line["name"] == "_decode_kernel"]
+    decodes = [line for line in all_decodes if line["stores_before"] == 0]
     assert rotations
     assert decodes
+    # Behind a step's prompts they wait when all is done; so what stands there must be late.
+    assert len(all_decodes) == 2 * len(decodes), "each plan in both its ways"
+    assert {line["waits"] for line in all_decodes} == {1}
+    for line in lines:
+        if line["name"] == "_prefill_kernel":
+            early = line["loads_before"] + line["stores_before"]
+            assert (line["waits"], line["is_late"], early) == (1, True, 0), line
     for line in rotations + decodes:  # the rule of kernels/pdl.py
         assert (line["waits"], line["stores_before"]) == (1, 0), line
     # Attention reads a length and a table before its wait, past the first cache, and nothing else;

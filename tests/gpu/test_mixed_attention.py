@@ -1,0 +1,117 @@
+"""Mixed batches on a GPU: the decodes' launch runs while the prompts' one still does."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from kernel_cases import (
+    BLOCK_TOKENS,
+    AttentionCase,
+    attention_case,
+    check_attention,
+    num_unequal_replays,
+    poison,
+    rope_arguments,
+)
+from slow_producer import slow_copy
+
+from nanorunner.kernels.attention import LEAST_DECODES, paged_attention, paged_attention_reference
+from nanorunner.kernels.rope_kv_write import (
+    qk_norm_rope_kv_write,
+    qk_norm_rope_kv_write_reference,
+)
+
+HEADS = [(16, 8, 128), (32, 8, 128), (14, 2, 64), (9, 3, 64), (32, 32, 80), (16, 4, 256)]
+LENGTHS = [1, 2, 63, 64, 255, 256, 257, 700, 1900]
+PROMPTS = [(300, 300), (128, 640), (5, 261), (1, 70)]
+
+
+def requests_of(num_decodes: int, seed: int = 0) -> list[tuple[int, int]]:
+    lengths = random.Random(seed).choices(LENGTHS, k=num_decodes)
+    return [(1, length) for length in lengths] + PROMPTS
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+@pytest.mark.parametrize("num_decodes", [LEAST_DECODES, 130])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_many_decodes_in_front_of_prompts(
+    heads: tuple[int, int, int], num_decodes: int, dtype: torch.dtype
+) -> None:
+    case = attention_case(
+        requests_of(num_decodes), heads, dtype, padded_requests=2, padded_tokens=90
+    )
+    batch = case.batch._replace(num_decodes=num_decodes)
+    poison(case.q.shape, case.q.dtype)
+    out = paged_attention(case.q, case.k_cache, case.v_cache, batch, case.scale, "triton")
+    check_attention(case, out)
+
+
+class Layer:
+    """Rotation and attention of one layer over a cache of its own."""
+
+    def __init__(self, num_decodes: int, heads: tuple[int, int, int], seed: int) -> None:
+        requests = requests_of(num_decodes, seed)
+        self.case: AttentionCase = attention_case(requests, heads, torch.bfloat16)
+        table, slots, positions = self.case.batch.block_tables.tolist(), [], []
+        for blocks, (query_len, seq_len) in zip(table, requests, strict=True):
+            for position in range(seq_len - query_len, seq_len):
+                block = blocks[position // BLOCK_TOKENS]
+                slots.append(block * BLOCK_TOKENS + position % BLOCK_TOKENS)
+                positions.append(position % 400)  # rope_arguments has a table of so many
+        self.arguments: dict[str, Any] = rope_arguments(
+            heads, len(slots), torch.bfloat16, has_norm=True
+        )
+        self.source = self.arguments["qkv"].clone()
+        self.arguments |= {
+            "positions": torch.tensor(positions, device="cuda"),
+            "slot_mapping": torch.tensor(slots, device="cuda"),
+            "k_cache": self.case.k_cache,
+            "v_cache": self.case.v_cache,
+        }
+        self.batch = self.case.batch._replace(
+            num_decodes=num_decodes, slot_mapping=self.arguments["slot_mapping"]
+        )
+        num_heads, _, head_dim = heads
+        qkv = self.arguments["qkv"]
+        self.q = qkv[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
+
+    def expected(self) -> torch.Tensor:
+        """Return the references' result; qkv and caches stay as they are."""
+        caches = {name: self.arguments[name].clone() for name in ("k_cache", "v_cache")}
+        qkv = self.source.clone()
+        qk_norm_rope_kv_write_reference(**(self.arguments | caches | {"qkv": qkv}))
+        q = qkv[:, : self.q.shape[1] * self.q.shape[2]].view(self.q.shape)
+        return paged_attention_reference(
+            q, caches["k_cache"], caches["v_cache"], self.batch, self.case.scale
+        )
+
+    def run(self) -> torch.Tensor:
+        """Enqueue a late producer of qkv, rotation, attention."""
+        slow_copy(self.source, self.arguments["qkv"])
+        qk_norm_rope_kv_write(**self.arguments)
+        return paged_attention(
+            self.q, self.case.k_cache, self.case.v_cache, self.batch, self.case.scale, "triton",
+            reads_early=True,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("num_decodes", [20, 150])
+def test_layers_behind_late_producers_are_equal_to_the_bit(num_decodes: int) -> None:
+    """A thousand times: decodes read q and KV before their wait, and nothing older is in them."""
+    layers = [Layer(num_decodes, (16, 8, 128), seed) for seed in range(2)]
+    expected = [layer.expected() for layer in layers]
+    for layer in layers:
+        layer.run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = [layer.run() for layer in layers]
+    for layer in layers:  # of an earlier run nothing may be left that would do
+        layer.arguments["qkv"].fill_(torch.nan)
+    graph.replay()
+    first = [out.clone() for out in outs]
+    for actual, wanted in zip(first, expected, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=4e-2, atol=4e-2)
+    assert num_unequal_replays(graph, outs, first) == 0

@@ -13,6 +13,7 @@ from functools import cache
 
 import torch
 
+from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
 from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
 
 
@@ -107,6 +108,7 @@ def _launch(
         COLUMNS=columns,
         # 8 elements a thread are one 16-byte access in bfloat16.
         num_warps=min(max(columns // 256, 1), 16),
+        **launch_options(can_overlap(x.device)),
     )
 
 
@@ -122,8 +124,12 @@ def _rms_norm_kernel(
     eps: tl.tensor,
     HAS_RESIDUAL: tl.constexpr,
     COLUMNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """Norm one row; with HAS_RESIDUAL, of residual + x, which is stored back first."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, COLUMNS)
     inside = columns < hidden

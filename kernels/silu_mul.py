@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
 from nanorunner.kernels.triton_support import jit, next_power_of_two, tl
 
 MAX_COLUMNS = 1024  # of one program: 8 elements for each thread of 4 warps
@@ -40,6 +41,7 @@ def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:
         intermediate,
         COLUMNS=columns,
         num_warps=max(columns // 256, 1),
+        **launch_options(can_overlap(gate_up.device)),
     )
     return out
 
@@ -51,8 +53,12 @@ def _silu_mul_kernel(
     row_stride: tl.tensor,
     intermediate: tl.tensor,
     COLUMNS: tl.constexpr,
+    USE_PDL: tl.constexpr,
 ) -> None:
     """One tile of COLUMNS columns of one row."""
+    if USE_PDL:
+        gdc_launch_dependents()
+        gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < intermediate

@@ -5,10 +5,10 @@
 Random weights of a preset's shapes. So many requests of --input-len ids (--ragged: of a third to
 twice as many) decode; after 200 steps torch.profiler records --steps of them on rank 0. With
 --chunk a prompt of so many ids arrives in each recorded step, which is then a mixed one, launched
-kernel by kernel. Printed: for each kernel its microseconds a step, launches a step and microseconds
-a launch; then some kernels in their order, each with the gap to the end of the one before, which is
-negative where they overlap. Times of overlapping kernels include their waiting, so they add up to
-more than the step.
+kernel by kernel. Printed: how long no kernel ran, and the longest such gaps; for each kernel its
+microseconds a step, launches a step and microseconds a launch; then some kernels in their order,
+each with the gap to the end of the one before, which is negative where they overlap. Times of
+overlapping kernels include their waiting, so they add up to more than the step.
 
 The last line of stdout is the whole result as JSON.
 """
@@ -39,7 +39,7 @@ else:  # a script's own folder is where Python looks first; it is no package
 
 WARM_STEPS = 200
 MAX_STEPS = 64
-SHOWN_KERNELS, SHOWN_LAUNCHES = 20, 24
+SHOWN_KERNELS, SHOWN_LAUNCHES, SHOWN_GAPS = 20, 24, 8
 LARGEST_ID = 10_000
 MAX_MODEL_LEN = 4096
 MAX_PROMPT_LEN = 3072  # so that every request has room for the steps before and in the recording
@@ -104,10 +104,23 @@ def summarise(launches: Sequence[Launch], num_steps: int) -> dict[str, Any]:
         for name, own in times.items()
     ]
     span_us = max(each.end_us for each in launches) - launches[0].begin_us if launches else 0.0
+    gaps = idle_gaps(launches)
     return {
         "us_a_step": round(span_us / num_steps, 1),
+        "idle_us_a_step": round(sum(gap_us for gap_us, _ in gaps) / num_steps, 1),
+        "largest_gaps": gaps[:SHOWN_GAPS],
         "kernels": sorted(kernels, key=lambda kernel: -float(kernel["us_a_step"])),
     }
+
+
+def idle_gaps(launches: Sequence[Launch]) -> list[tuple[float, str]]:
+    """Return each time in which no kernel ran, us, and the kernel that ended it, longest first."""
+    gaps, busy_until_us = [], launches[0].begin_us if launches else 0.0
+    for launch in launches:
+        if launch.begin_us > busy_until_us:
+            gaps.append((round(launch.begin_us - busy_until_us, 2), launch.name))
+        busy_until_us = max(busy_until_us, launch.end_us)
+    return sorted(gaps, reverse=True)
 
 
 def in_order(launches: Sequence[Launch]) -> list[tuple[float, float, str]]:
@@ -126,7 +139,12 @@ def in_order(launches: Sequence[Launch]) -> list[tuple[float, float, str]]:
 
 def report(num_reqs: int, found: dict[str, Any]) -> None:
     """Print one case."""
-    print(f"{num_reqs} requests: {found['us_a_step']:,.0f} us a step", flush=True)
+    idle_us = found["idle_us_a_step"]
+    print(
+        f"{num_reqs} requests: {found['us_a_step']:,.0f} us a step, {idle_us:,.0f} idle", flush=True
+    )
+    for gap_us, name in found["largest_gaps"]:
+        print(f"{gap_us:>11,.1f} us without a kernel, until {name[:80]}")
     print("  us a step  launches  us each")
     for kernel in found["kernels"][:SHOWN_KERNELS]:
         numbers = f"{kernel['us_a_step']:>11,.1f} {kernel['launches_a_step']:>9} "

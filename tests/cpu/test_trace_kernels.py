@@ -9,7 +9,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))  # its files import each other bare
 
-from scripts.trace_kernels import Launch, in_order, lengths_of, main, summarise
+from scripts.trace_kernels import Launch, idle_gaps, in_order, lengths_of, main, summarise
 
 pytestmark = pytest.mark.beside
 
@@ -29,7 +29,15 @@ def test_a_kernel_has_its_time_and_launches_of_a_step() -> None:
         {"name": "attention", "us_a_step": 23.0, "launches_a_step": 1.0, "us_a_launch": 23.0},
         {"name": "projection", "us_a_step": 11.0, "launches_a_step": 1.0, "us_a_launch": 11.0},
     ]
-    assert summarise([], 2) == {"us_a_step": 0.0, "kernels": []}
+    assert found["idle_us_a_step"] == 2.5
+    assert found["largest_gaps"] == [(5.0, "projection")]
+    nothing = {"us_a_step": 0.0, "idle_us_a_step": 0.0, "largest_gaps": [], "kernels": []}
+    assert summarise([], 2) == nothing
+
+
+def test_the_longest_gap_comes_first_and_overlaps_are_none() -> None:
+    launches = [*LAUNCHES, Launch("short", 150.0, 151.0), Launch("late", 200.0, 201.0)]
+    assert idle_gaps(launches) == [(31.0, "late"), (5.0, "projection")]
 
 
 def test_kernels_in_order_have_their_gap_to_the_one_before() -> None:

@@ -23,6 +23,13 @@ products.
 Of 2 to 16 rows (row_tile 16, the weight as the instruction's first operand) x is small beside the
 weight: what counts there is that every processor has weights on their way until the end.
 
+A program's rows of the weight are a tile of a power of two, and beside it, where the plan's
+out_tile is one and a half of one, a side tile of half as many: in each step both are multiplied by
+the same rows of x, into two products. 24576 rows are 192 tiles of 128, one and a half turns of 132
+processors, but 128 tiles of 128 + 64, one turn.
+
+    rows of the weight     program 0: OUT_TILE | SIDE_TILE     program 1: OUT_TILE | SIDE_TILE  ...
+
 A gated tile has 8 rows of the gate, then the same 8 rows of up, and so on: a thread's part of the
 product then holds both of each pair, and the gate needs no exchange.
 """
@@ -31,6 +38,21 @@ from __future__ import annotations
 
 from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait
 from nanorunner.kernels.triton_support import jit, tl
+
+
+@jit()
+def _lines_of_tile(
+    first_unit: tl.tensor, num_units: tl.tensor, IS_GATED: tl.constexpr, TILE: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the unit [TILE] and the row of the weight [TILE] of each line of a tile."""
+    place_in_tile = tl.arange(0, TILE)
+    if IS_GATED:
+        unit = first_unit + place_in_tile // 16 * 8 + place_in_tile % 8
+        line = unit + place_in_tile // 8 % 2 * num_units
+        return unit, line
+    else:
+        unit = first_unit + place_in_tile
+        return unit, unit
 
 
 @jit()
@@ -70,6 +92,59 @@ def _fetch_lines(
 
 
 @jit()
+def _fetch_tile(
+    weight: tl.tensor,
+    first_unit: tl.tensor,
+    num_units: tl.tensor,
+    column: tl.tensor,
+    num_in: tl.tensor,
+    num_bytes: tl.tensor,
+    WARPS: tl.constexpr,
+    HALVES: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Start to copy num_bytes of each of a tile's lines to L2, as _fetch_lines does."""
+    for half in tl.static_range(HALVES):
+        _fetch_lines(
+            weight, first_unit + half * num_units, (half + 1) * num_units, column, num_in,
+            num_bytes, WARPS, TILE // HALVES,
+        )  # fmt: skip
+
+
+@jit()
+def _load_lines(
+    place: tl.tensor, is_unit: tl.tensor, is_column: tl.tensor, IS_EVEN: tl.constexpr
+) -> tl.tensor:
+    """Return a tile of the weight [lines, columns], zero where there is none."""
+    if IS_EVEN:
+        return tl.load(place)
+    else:
+        return tl.load(place, mask=is_unit[:, None] & is_column[None, :], other=0.0)
+
+
+@jit()
+def _load_rows(
+    place: tl.tensor, is_row: tl.tensor, is_column: tl.tensor, IS_EVEN: tl.constexpr
+) -> tl.tensor:
+    """Return a tile of x [rows, columns], zero where there is none."""
+    if IS_EVEN:
+        return tl.load(place, mask=is_row[:, None], other=0.0)
+    else:
+        return tl.load(place, mask=is_row[:, None] & is_column[None, :], other=0.0)
+
+
+@jit()
+def _zero_product(
+    IS_SWAPPED: tl.constexpr, ROW_TILE: tl.constexpr, TILE: tl.constexpr
+) -> tl.tensor:
+    """Return a product to which nothing was added yet."""
+    if IS_SWAPPED:
+        return tl.zeros((TILE, ROW_TILE), tl.float32)
+    else:
+        return tl.zeros((ROW_TILE, TILE), tl.float32)
+
+
+@jit()
 def _multiply(
     tile: tl.tensor, value: tl.tensor, product: tl.tensor, IS_SWAPPED: tl.constexpr
 ) -> tl.tensor:
@@ -88,6 +163,44 @@ def _gate(
     pairs = tl.reshape(product, (ROW_TILE, OUT_TILE // 16, 2, 8))
     gate, up = tl.split(tl.permute(pairs, (0, 1, 3, 2)))
     return tl.reshape(gate, (ROW_TILE, OUT_TILE // 2)), tl.reshape(up, (ROW_TILE, OUT_TILE // 2))
+
+
+@jit()
+def _store_product(
+    product: tl.tensor,
+    bias: tl.tensor,
+    out: tl.tensor,
+    row: tl.tensor,
+    is_row: tl.tensor,
+    num_rows: tl.tensor,
+    line: tl.tensor,
+    is_unit: tl.tensor,
+    first_unit: tl.tensor,
+    num_units: tl.tensor,
+    HAS_BIAS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    IS_SWAPPED: tl.constexpr,
+    ROW_TILE: tl.constexpr,
+    TILE: tl.constexpr,
+) -> None:
+    """Write a tile's product to its part, or with bias and gate to the output."""
+    halves: tl.constexpr = 2 if IS_GATED else 1
+    if IS_SWAPPED:
+        product = tl.trans(product)
+    if IS_SPLIT:
+        part = out + (tl.program_id(1) * num_rows).to(tl.int64) * (halves * num_units)
+        part_place = part + (row * (halves * num_units))[:, None] + line[None, :]
+        tl.store(part_place, product, mask=is_row[:, None] & is_unit[None, :])
+    else:
+        if HAS_BIAS:
+            product += tl.load(bias + line, mask=is_unit, other=0.0).to(tl.float32)[None, :]
+        column_out = first_unit + tl.arange(0, TILE // halves)
+        if IS_GATED:
+            gate, up = _gate(product, ROW_TILE, TILE)
+            product = gate * tl.sigmoid(gate) * up
+        out_place = out + (row * num_units)[:, None] + column_out[None, :]
+        tl.store(out_place, product, mask=is_row[:, None] & (column_out < num_units)[None, :])
 
 
 @jit(counts=("num_rows",))
@@ -112,88 +225,79 @@ def tiles_kernel(
     IS_LATE: tl.constexpr,  # starts the next kernel only when all before this one have ended
     ROW_TILE: tl.constexpr,
     OUT_TILE: tl.constexpr,
+    SIDE_TILE: tl.constexpr,  # half of OUT_TILE, or 0: then there is none
     IN_TILE: tl.constexpr,
     WARPS: tl.constexpr,
     USE_PDL: tl.constexpr,
 ) -> None:
-    """A tile of the product over one share of the columns."""
+    """A tile of the product, and the one beside it, over one share of the columns."""
     if USE_PDL and not IS_LATE:
         gdc_launch_dependents()
     begin = tl.program_id(1) * share
     end = tl.minimum(begin + share, num_in)
     column = tl.arange(0, IN_TILE)
-    place_in_tile = tl.arange(0, OUT_TILE)
     halves: tl.constexpr = 2 if IS_GATED else 1
-    first_unit = tl.program_id(0) * (OUT_TILE // halves)
-    if IS_GATED:
-        unit = first_unit + place_in_tile // 16 * 8 + place_in_tile % 8
-        line = unit + place_in_tile // 8 % 2 * num_units
-    else:
-        unit = first_unit + place_in_tile
-        line = unit
+    first_unit = tl.program_id(0) * ((OUT_TILE + SIDE_TILE) // halves)
+    unit, line = _lines_of_tile(first_unit, num_units, IS_GATED, OUT_TILE)
     is_unit = unit < num_units
     row = tl.program_id(2) * ROW_TILE + tl.arange(0, ROW_TILE)
     is_row = row < num_rows
     # int64 before the product: a weight may pass 2^31 elements.
     weight_place = weight + (line.to(tl.int64) * num_in)[:, None] + (begin + column)[None, :]
     x_place = x + (row * x_stride)[:, None] + (begin + column)[None, :]
+    if SIDE_TILE > 0:
+        side_first = first_unit + OUT_TILE // halves
+        side_unit, side_line = _lines_of_tile(side_first, num_units, IS_GATED, SIDE_TILE)
+        is_side_unit = side_unit < num_units
+        side_place = weight + (side_line.to(tl.int64) * num_in)[:, None] + (begin + column)[None, :]
     if IS_HELD:
-        if IS_EVEN:
-            tile = tl.load(weight_place)
-        else:
-            inside = (begin + column < end)[None, :]
-            tile = tl.load(weight_place, mask=is_unit[:, None] & inside, other=0.0)
+        is_column = begin + column < end
+        tile = _load_lines(weight_place, is_unit, is_column, IS_EVEN)
+        if SIDE_TILE > 0:
+            side_tile = _load_lines(side_place, is_side_unit, is_column, IS_EVEN)
     elif IS_EARLY and USE_PDL:
         num_bytes = tl.minimum(early, end - begin) * (
             weight.dtype.element_ty.primitive_bitwidth // 8
         )
-        for half in tl.static_range(halves):
-            _fetch_lines(
-                weight, first_unit + half * num_units, (half + 1) * num_units, begin, num_in,
-                num_bytes, WARPS, OUT_TILE // halves,
-            )  # fmt: skip
+        _fetch_tile(
+            weight, first_unit, num_units, begin, num_in, num_bytes, WARPS, halves, OUT_TILE
+        )
+        if SIDE_TILE > 0:
+            _fetch_tile(
+                weight, side_first, num_units, begin, num_in, num_bytes, WARPS, halves, SIDE_TILE
+            )
     if USE_PDL:
         gdc_wait()
         if IS_LATE:
             gdc_launch_dependents()
 
-    if IS_SWAPPED:
-        product = tl.zeros((OUT_TILE, ROW_TILE), tl.float32)
-    else:
-        product = tl.zeros((ROW_TILE, OUT_TILE), tl.float32)
+    product = _zero_product(IS_SWAPPED, ROW_TILE, OUT_TILE)
+    if SIDE_TILE > 0:
+        side_product = _zero_product(IS_SWAPPED, ROW_TILE, SIDE_TILE)
     if IS_HELD:
-        if IS_EVEN:
-            value = tl.load(x_place, mask=is_row[:, None], other=0.0)
-        else:
-            inside = (begin + column < end)[None, :]
-            value = tl.load(x_place, mask=is_row[:, None] & inside, other=0.0)
+        value = _load_rows(x_place, is_row, begin + column < end, IS_EVEN)
         product = _multiply(tile, value, product, IS_SWAPPED)
+        if SIDE_TILE > 0:
+            side_product = _multiply(side_tile, value, side_product, IS_SWAPPED)
     else:
         for start in range(0, end - begin, IN_TILE):
-            if IS_EVEN:
-                tile = tl.load(weight_place + start)
-                value = tl.load(x_place + start, mask=is_row[:, None], other=0.0)
-            else:
-                inside = (begin + start + column < end)[None, :]
-                tile = tl.load(weight_place + start, mask=is_unit[:, None] & inside, other=0.0)
-                value = tl.load(x_place + start, mask=is_row[:, None] & inside, other=0.0)
+            is_column = begin + start + column < end
+            tile = _load_lines(weight_place + start, is_unit, is_column, IS_EVEN)
+            value = _load_rows(x_place + start, is_row, is_column, IS_EVEN)
             product = _multiply(tile, value, product, IS_SWAPPED)
+            if SIDE_TILE > 0:
+                side_tile = _load_lines(side_place + start, is_side_unit, is_column, IS_EVEN)
+                side_product = _multiply(side_tile, value, side_product, IS_SWAPPED)
 
-    if IS_SWAPPED:
-        product = tl.trans(product)
-    if IS_SPLIT:
-        part = out + (tl.program_id(1) * num_rows).to(tl.int64) * (halves * num_units)
-        part_place = part + (row * (halves * num_units))[:, None] + line[None, :]
-        tl.store(part_place, product, mask=is_row[:, None] & is_unit[None, :])
-    else:
-        if HAS_BIAS:
-            product += tl.load(bias + line, mask=is_unit, other=0.0).to(tl.float32)[None, :]
-        column_out = first_unit + tl.arange(0, OUT_TILE // halves)
-        if IS_GATED:
-            gate, up = _gate(product, ROW_TILE, OUT_TILE)
-            product = gate * tl.sigmoid(gate) * up
-        out_place = out + (row * num_units)[:, None] + column_out[None, :]
-        tl.store(out_place, product, mask=is_row[:, None] & (column_out < num_units)[None, :])
+    _store_product(
+        product, bias, out, row, is_row, num_rows, line, is_unit, first_unit, num_units,
+        HAS_BIAS, IS_GATED, IS_SPLIT, IS_SWAPPED, ROW_TILE, OUT_TILE,
+    )  # fmt: skip
+    if SIDE_TILE > 0:
+        _store_product(
+            side_product, bias, out, row, is_row, num_rows, side_line, is_side_unit, side_first,
+            num_units, HAS_BIAS, IS_GATED, IS_SPLIT, IS_SWAPPED, ROW_TILE, SIDE_TILE,
+        )  # fmt: skip
 
 
 @jit()

@@ -54,7 +54,7 @@ class MediumRowsPlan(NamedTuple):
 
     kind: str
     row_tile: int = 64  # rows of x a program
-    out_tile: int = 64  # rows of the weight a program, both halves together when gated
+    out_tile: int = 64  # rows of the weight a program, both halves when gated; see tiles_of()
     in_tile: int = 64  # columns a step; a share of one step is loaded before the wait
     num_splits: int = 1  # programs that share the columns; a second launch adds them up
     num_warps: int = 4
@@ -64,6 +64,7 @@ class MediumRowsPlan(NamedTuple):
 
 
 LIBRARY = MediumRowsPlan(CUBLAS)
+LEAST_TILE = 16  # what a product's operand has at least; eight rows of gate, eight of up
 
 
 def plan_medium_rows(
@@ -114,6 +115,23 @@ def ops_at(rows: int) -> tuple[str, ...]:
     return (PLAIN, GATED, ADDED) if MAX_ROWS < rows <= MAX_MEDIUM_ROWS else ()
 
 
+def tiles_of(out_tile: int) -> tuple[int, int]:
+    """Return how many of a program's rows of the weight its tile has, and its side tile.
+
+    Of a power of two, all and none; of one and a half, like 192, the power and its half: 128, 64.
+    ValueError on any other number, and where a tile would have fewer than LEAST_TILE.
+    """
+    main_tile = 1 << (out_tile.bit_length() - 1) if out_tile > 0 else 0
+    side_tile = out_tile - main_tile
+    is_pair = 2 * side_tile == main_tile and side_tile >= LEAST_TILE
+    if main_tile < LEAST_TILE or (side_tile and not is_pair):
+        raise ValueError(
+            f"out_tile {out_tile}: use a power of two, {LEAST_TILE} or more, or one and a half of "
+            f"one, {3 * LEAST_TILE} or more"
+        )
+    return main_tile, side_tile
+
+
 def can_tile(weight: torch.Tensor) -> bool:
     """Return whether the kernels take this weight at all: on a GPU, 16-bit, in plain rows."""
     is_plain = weight.dim() == 2 and weight.is_contiguous()
@@ -134,4 +152,8 @@ def load_table(path: Path) -> dict[Key, MediumRowsPlan]:
             raise ValueError(
                 f"{path}: {op} at {rows} rows, {plan.kind}; scripts/tune.py writes it anew"
             )
+        try:
+            tiles_of(plan.out_tile)
+        except ValueError as error:
+            raise ValueError(f"{path}: {op} at {rows} rows, {error}") from error
     return table

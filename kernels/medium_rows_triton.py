@@ -8,7 +8,7 @@ import torch
 
 from nanorunner.kernels.few_rows_plans import GATED, NORM
 from nanorunner.kernels.medium_rows_kernels import join_kernel, join_norm_kernel, tiles_kernel
-from nanorunner.kernels.medium_rows_plans import TILES, MediumRowsPlan
+from nanorunner.kernels.medium_rows_plans import TILES, MediumRowsPlan, tiles_of
 from nanorunner.kernels.pdl import can_overlap, launch_options
 from nanorunner.kernels.triton_support import next_power_of_two
 
@@ -42,7 +42,8 @@ def multiply(
     assert plan.kind == TILES, "a plan of tiles"
     assert x.stride(1) == 1, "medium_rows needs rows whose elements lie side by side"
     assert weight.is_contiguous(), "medium_rows needs a contiguous weight"
-    assert plan.out_tile <= 32 * plan.num_warps * halves, "a lane fetches one line of the weight"
+    out_tile, side_tile = tiles_of(plan.out_tile)
+    assert out_tile <= 32 * plan.num_warps * halves, "a lane fetches one line of the weight"
     num_steps = -(-num_in // (plan.num_splits * plan.in_tile))
     share = num_steps * plan.in_tile
     num_splits = -(-num_in // share)  # none without columns
@@ -73,7 +74,8 @@ def multiply(
         IS_EARLY=plan.is_early and is_aligned,
         IS_LATE=op == NORM and not is_split,
         ROW_TILE=plan.row_tile,
-        OUT_TILE=plan.out_tile,
+        OUT_TILE=out_tile,
+        SIDE_TILE=side_tile,
         IN_TILE=plan.in_tile,
         WARPS=plan.num_warps,
         num_warps=plan.num_warps,

@@ -15,7 +15,7 @@ from compile_kernels import compile_instead
 from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, NORM, PLAIN
 from nanorunner.kernels.few_rows_triton import Norm, project_triton
 from nanorunner.kernels.medium_rows import gate_up_silu, linear_add_norm, linear_medium
-from nanorunner.kernels.medium_rows_plans import ADDED, TILES, MediumRowsPlan
+from nanorunner.kernels.medium_rows_plans import ADDED, TILES, MediumRowsPlan, tiles_of
 
 # op, rows, out, in and the plan: each of the kernels and of their ways, at real sizes.
 CASES = [
@@ -36,19 +36,31 @@ CASES = [
     (NORM, 2, 3072, 4096, MediumRowsPlan(TILES, 16, 64, 128, 1, 4, 8, is_swapped=True)),
     (PLAIN, 16, 4096, 4096, MediumRowsPlan(TILES, 16, 64, 1024, 4, 8, 1, is_swapped=True)),
     (NORM, 16, 6144, 4096, MediumRowsPlan(TILES, 16, 32, 256, 1, 4, 4)),
+    # with a side tile
+    (GATED, 64, 24576, 4096, MediumRowsPlan(TILES, 64, 192, 64, 1, 4, 6)),
+    (GATED, 64, 24576, 4096, MediumRowsPlan(TILES, 64, 192, 64, 1, 8, 6)),
+    (GATED, 64, 24576, 4096, MediumRowsPlan(TILES, 64, 192, 64, 1, 4, 6, is_swapped=True)),
+    (PLAIN, 64, 6144, 4096, MediumRowsPlan(TILES, 64, 192, 128, 2, 4, 3)),
+    (GATED, 64, 12288, 4096, MediumRowsPlan(TILES, 64, 96, 128, 1, 4, 4)),
+    (ADDED, 128, 4096, 4096, MediumRowsPlan(TILES, 128, 192, 64, 4, 8, 5)),
+    (PLAIN, 64, 6144, 4096, MediumRowsPlan(TILES, 64, 48, 128, 1, 4, 8)),
+    (ADDED, 64, 1024, 2048, MediumRowsPlan(TILES, 64, 96, 256, 8, 8, 1)),
 ]
 
 
 def compile_case(op: str, rows: int, num_out: int, num_in: int, plan: MediumRowsPlan) -> None:
     """Print what must be true of it, then compile what a projection launches."""
+    num_tiles = sum(tile > 0 for tile in tiles_of(plan.out_tile))
     is_held = plan.in_tile * plan.num_splits >= num_in
     threads = 32 * plan.num_warps
     wanted = {
         # 16 bytes each, of the weight alone
         "loads_before": plan.out_tile * plan.in_tile // 8 // threads if is_held else 0,
-        "fetches": 0 if is_held or not plan.is_early else 2 if op == GATED else 1,
+        "fetches": 0 if is_held or not plan.is_early else num_tiles * (2 if op == GATED else 1),
         "has_wgmma": plan.row_tile >= 64 or plan.is_swapped,
         "has_copies": not is_held,
+        # of the steps all are copies, ahead of the products; held is x
+        "loads_after": plan.row_tile * plan.in_tile // 8 // threads if is_held else 0,
         # decode attention comes next and reads KV early; of parts, the join lets it start
         "is_late": op == NORM and plan.num_splits == 1,
     }
@@ -74,6 +86,7 @@ def describe(ptx: str) -> dict[str, object]:
         "fetches": before.count("cp.async.bulk.prefetch.L2.global"),
         "has_wgmma": "wgmma.mma_async" in after,
         "has_copies": "cp.async.c" in after,
+        "loads_after": len(re.findall(r"\bld\.global", after)),
         "is_late": "griddepcontrol.launch_dependents" not in before,
     }
 

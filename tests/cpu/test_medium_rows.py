@@ -34,6 +34,7 @@ from nanorunner.kernels.medium_rows_plans import (
     most_rows,
     ops_at,
     plan_medium_rows,
+    tiles_of,
 )
 from nanorunner.kernels.medium_rows_triton import EARLY_BYTES, early_columns
 
@@ -54,6 +55,16 @@ CASES = {
     "one unit, one column": (17, 1, 1, MediumRowsPlan(TILES, 32, 32, 16)),
     "four tiles of rows": (200, 37, 100, MediumRowsPlan(TILES, 64, 64, 64, 2)),
     "256 rows, swapped": (256, 64, 128, MediumRowsPlan(TILES, 128, 64, 64, is_swapped=True)),
+    "side tile": (33, 37, 100, MediumRowsPlan(TILES, 32, 48, 32)),
+    "side tile, swapped": (64, 83, 100, MediumRowsPlan(TILES, 64, 96, 32, is_swapped=True)),
+    "side tile held": (64, 101, 100, MediumRowsPlan(TILES, 64, 48, 128)),
+    "side tile held, swapped": (17, 37, 100, MediumRowsPlan(TILES, 32, 96, 128, is_swapped=True)),
+    "side tile, shares of steps": (100, 53, 100, MediumRowsPlan(TILES, 64, 48, 16, 3)),
+    "side tile, shares, swapped": (40, 53, 100, MediumRowsPlan(TILES, 64, 48, 32, 4, 8, 1, True)),
+    "side tile, even": (64, 96, 128, MediumRowsPlan(TILES, 64, 96, 64)),
+    "side tile, even, held": (64, 96, 128, MediumRowsPlan(TILES, 64, 48, 64, 2)),
+    "side tile of 64": (200, 193, 40, MediumRowsPlan(TILES, 128, 192, 32)),
+    "no line for the side tile": (20, 5, 40, MediumRowsPlan(TILES, 32, 96, 32, 2)),
 }
 with_case = pytest.mark.parametrize(
     ("rows", "num_out", "num_in", "plan"), CASES.values(), ids=CASES.keys()
@@ -91,6 +102,8 @@ FEW_CASES = {
     "shares": (16, 64, 128, MediumRowsPlan(TILES, 16, 64, 32, 2, is_swapped=True)),
     "shares held": (2, 37, 100, MediumRowsPlan(TILES, 16, 64, 64, 2, is_swapped=True)),
     "x first": (5, 37, 100, MediumRowsPlan(TILES, 16, 32, 32)),
+    "side tile": (5, 67, 100, MediumRowsPlan(TILES, 16, 96, 32, is_swapped=True)),
+    "side tile, shares held": (16, 67, 128, MediumRowsPlan(TILES, 16, 48, 64, 2)),
 }
 
 
@@ -151,7 +164,9 @@ def test_a_sum_with_the_residual_and_its_norm_equal_their_reference(
     assert_same(residual, expected_residual)
 
 
-@pytest.mark.parametrize("plan", [CASES["steps"][3], CASES["shares held, swapped"][3]])
+@pytest.mark.parametrize(
+    "plan", [CASES[name][3] for name in ("steps", "shares held, swapped", "side tile, even")]
+)
 def test_float16_is_summed_in_float32_and_rounded_once(plan: MediumRowsPlan) -> None:
     x, weight, bias = inputs(33, 64, 96, torch.float16)
     out = linear_medium(x, weight, bias, plan)
@@ -165,11 +180,12 @@ def test_float16_is_summed_in_float32_and_rounded_once(plan: MediumRowsPlan) -> 
     assert_same(normed, expected)
 
 
-def test_shares_are_added_in_their_order() -> None:
+@pytest.mark.parametrize("out_tile", [32, 48])
+def test_shares_are_added_in_their_order(out_tile: int) -> None:
     large = float(2**24)  # the float32 number that 1 does not change
-    weight = torch.zeros(16, 48)
+    weight = torch.zeros(out_tile, 48)
     weight[:, 0], weight[:, 16], weight[:, 32] = large, 1.0, -large
-    plan = MediumRowsPlan(TILES, 32, 32, 16, 3)
+    plan = MediumRowsPlan(TILES, 32, out_tile, 16, 3)
     assert not linear_medium(torch.ones(17, 48), weight, None, plan).any()
     weight = weight.roll(-16, 1)  # now 1, -large, large
     assert (linear_medium(torch.ones(17, 48), weight, None, plan) == 1).all()
@@ -237,7 +253,7 @@ def test_the_measured_tables_are_valid() -> None:
         for key, plan in table.items():
             assert choose(table, key) == plan
             most = (64 if key[0] == GATED else 32) * plan.num_warps  # as multiply() demands
-            assert plan.out_tile <= most
+            assert tiles_of(plan.out_tile)[0] <= most
 
 
 def test_a_table_reads_back_what_was_written(tmp_path: Path) -> None:
@@ -259,6 +275,7 @@ def test_a_table_reads_back_what_was_written(tmp_path: Path) -> None:
         ("{op: plain, out: 4, in: 4, rows: 12, kind: tiles}", "plain at 12"),
         ("{op: plain, out: 4, in: 4, rows: 257, kind: tiles}", "plain at 257"),
         ("{op: plain, out: 4, in: 4, rows: 24, kind: dot}", "dot"),
+        ("{op: plain, out: 4, in: 4, rows: 24, kind: tiles, out_tile: 80}", "out_tile 80"),
     ],
 )
 def test_a_bad_table_entry_is_named(tmp_path: Path, entry: str, words: str) -> None:
@@ -266,6 +283,16 @@ def test_a_bad_table_entry_is_named(tmp_path: Path, entry: str, words: str) -> N
     path.write_text(f"- {entry}\n")
     with pytest.raises(ValueError, match=words):
         load_table(path)
+
+
+def test_a_program_has_a_power_of_two_of_lines_or_one_and_a_half_of_one() -> None:
+    pairs = {n: tiles_of(n) for n in (16, 32, 48, 64, 96, 128, 192, 256)}
+    assert [n for n, (main, side) in pairs.items() if main + side == n] == list(pairs)
+    assert [side for _, side in pairs.values()] == [0, 0, 16, 0, 32, 0, 64, 0]
+    # 24: a side tile of 8 is no operand of a product; 80 and 112: the second tile is not the half.
+    for wrong in (-48, 0, 8, 24, 36, 47, 80, 112, 144, 224):
+        with pytest.raises(ValueError, match=f"out_tile {wrong}: "):
+            tiles_of(wrong)
 
 
 def test_what_goes_to_the_cache_early_is_bounded_and_whole_lines() -> None:

@@ -11,7 +11,7 @@ from compiling_process import run_compiling
 pytestmark = pytest.mark.beside
 
 SHARED_LIMIT_BYTES = 227 * 1024  # what one thread block may have on Hopper
-CASES = 17
+CASES = 25
 
 
 @pytest.mark.slow

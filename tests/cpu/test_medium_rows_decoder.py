@@ -22,7 +22,11 @@ pytestmark = pytest.mark.beside
 ROWS = 20
 INTERPRETER = threading.Lock()  # the ranks are threads here, and it serves one at a time
 MODEL = load_preset("tiny-qwen3") | {"attention_bias": True, "num_hidden_layers": 2}
-PLANS = (MediumRowsPlan(TILES, 32, 64, 64), MediumRowsPlan(TILES, 32, 128, 32, 2))
+PLANS = (
+    MediumRowsPlan(TILES, 32, 64, 64),
+    MediumRowsPlan(TILES, 32, 128, 32, 2),
+    MediumRowsPlan(TILES, 32, 48, 32, 2),
+)
 
 
 def decode(ranks: Ranks, rows: int) -> torch.Tensor:

@@ -19,6 +19,7 @@ from nanorunner.kernels.medium_rows_plans import (
     TILES,
     MediumRowsPlan,
     ops_at,
+    tiles_of,
 )
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -28,7 +29,7 @@ from scripts import tune_few  # noqa: E402
 from scripts.tune import check_rows  # noqa: E402
 from scripts.tune_check import excess  # noqa: E402
 from scripts.tune_layers import ops_of  # noqa: E402
-from scripts.tune_medium import ROWS, Problem, compiled_for  # noqa: E402
+from scripts.tune_medium import ROWS, Problem, compiled_for, plan_text  # noqa: E402
 from scripts.tune_medium_plans import candidates, predicted_us  # noqa: E402
 from scripts.tune_models import MODELS, all_shapes  # noqa: E402
 
@@ -57,9 +58,11 @@ def test_every_candidate_fits_a_program_and_the_shape(rows: int) -> None:
             assert share == plan.in_tile or plan.num_stages > 1
             in_flight = plan.num_stages * (plan.row_tile + plan.out_tile) * plan.in_tile * 2
             assert in_flight <= SHARED_LIMIT_BYTES
-            assert plan.out_tile <= 32 * plan.num_warps
+            tiles = [tile for tile in tiles_of(plan.out_tile) if tile]
+            assert max(tiles) <= 32 * plan.num_warps
+            assert plan.row_tile * plan.out_tile <= 128 * 32 * plan.num_warps, "half the registers"
             assert plan.row_tile == 16 if rows <= MAX_ROWS else plan.row_tile in (32, 64, 128)
-            assert plan.out_tile >= 64 or not plan.is_swapped, "lines that the instruction has"
+            assert min(tiles) >= 64 or not plan.is_swapped, "lines that the instruction has"
             assert predicted_us(op, rows, num_out, num_in, plan) > 2 * num_out * num_in / 4.48e6
 
 
@@ -78,6 +81,37 @@ def test_a_narrow_weight_is_split_and_one_wave_is_preferred() -> None:
     assert best.num_splits > 1
     programs = -(-1024 // best.out_tile) * best.num_splits * -(-64 // best.row_tile)
     assert 100 < programs <= 132
+
+
+@pytest.mark.parametrize(
+    ("op", "rows", "num_out", "wanted"),
+    [
+        # gate_up and qkv of 8B, and gate_up on two ranks
+        (GATED, 64, 24576, ["64x192x64w4s6e", "64x192x64w8s6e", "64x192x128w4s3e"]),
+        (PLAIN, 64, 6144, ["64x48x128w4s7e", "64x96x128/2w4s5e", "64x192x64/4w4s6e"]),
+        (GATED, 64, 12288, ["64x96x64w4s8e", "64x96x64w8s8e", "64x96x128w4s5e"]),
+        (GATED, 128, 12288, ["128x96x64w4s7e", "128x96x64w8s7e", "128x96x128w4s3e"]),
+        (GATED, 128, 24576, ["128x192x64w8s5e", "128x256x64w8s4e", "128x128x64w4s6e"]),
+        (GATED, 256, 24576, ["128x192x64w8s5e", "128x256x64w8s4e", "128x128x64w4s6e"]),
+        (PLAIN, 256, 6144, ["128x192x64/2w8s5e", "128x256x64/2w8s4e", "128x128x64w4s6e"]),
+    ],
+)
+def test_pairs_of_tiles_that_fill_their_turn_are_tried(
+    op: str, rows: int, num_out: int, wanted: list[str]
+) -> None:
+    found = candidates(op, rows, num_out, 4096)
+    assert set(wanted) <= {plan_text(plan) for plan in found}
+
+
+def test_a_last_turn_of_a_few_takes_as_long_as_one_of_them_alone() -> None:
+    def us(out_tile: int, num_out: int) -> float:
+        plan = MediumRowsPlan(TILES, 64, out_tile)
+        return predicted_us(GATED, 64, num_out, 4096, plan)
+
+    # 132 tiles are one turn; the next one costs what one reads at a processor's speed, 26 us.
+    assert us(128, 133 * 128) - us(128, 132 * 128) == pytest.approx(26, abs=1)
+    assert us(128, 134 * 128) == pytest.approx(us(128, 133 * 128), rel=0.01)
+    assert us(192, 24576) < 0.8 * us(128, 24576)  # 128 programs, and 192
 
 
 def test_few_rows_try_the_weight_first_in_pieces_of_several_lengths() -> None:

@@ -43,6 +43,11 @@ PLANS = {
     "whole rows held": MediumRowsPlan(TILES, 64, 32, 1024, 1, 8, 1),
     "8 shares": MediumRowsPlan(TILES, 128, 128, 64, 8, 8, 2),
     "large tiles": MediumRowsPlan(TILES, 128, 256, 64, 1, 8, 4),
+    "side tile": MediumRowsPlan(TILES, 64, 192, 64, 1, 4, 6),
+    "side tile, 8 warps": MediumRowsPlan(TILES, 128, 192, 64, 1, 8, 5),
+    "side tile of 16": MediumRowsPlan(TILES, 64, 48, 128, 2, 4, 4, is_early=False),
+    "side tile, swapped": MediumRowsPlan(TILES, 64, 192, 64, 2, 8, 4, is_swapped=True),
+    "side tile held": MediumRowsPlan(TILES, 64, 96, 256, 4, 8, 1),
 }
 
 
@@ -52,7 +57,14 @@ RUNS = [(name, torch.bfloat16, EVEN) for name in PLANS]
 RUNS += [(name, torch.float16, EVEN) for name in ("steps, fetched early", "held, swapped")]
 RUNS += [
     (name, torch.bfloat16, RAGGED)
-    for name in ("steps, fetched early", "steps, swapped", "tiles of 32 rows", "held")
+    for name in (
+        "steps, fetched early",
+        "steps, swapped",
+        "tiles of 32 rows",
+        "held",
+        "side tile of 16",
+        "side tile held",
+    )
 ]
 
 
@@ -111,6 +123,12 @@ CHAINS = {
         MediumRowsPlan(TILES, 64, 64, 512, 4, 4, 1),
         MediumRowsPlan(TILES, 128, 64, 128, 1, 4, 3),
         MediumRowsPlan(TILES, 128, 64, 512, 6, 8, 1),
+    ),
+    96: (
+        MediumRowsPlan(TILES, 64, 48, 128, 1, 4, 4),
+        MediumRowsPlan(TILES, 64, 192, 64, 8, 8, 4),
+        MediumRowsPlan(TILES, 128, 96, 128, 1, 8, 3),
+        MediumRowsPlan(TILES, 64, 96, 512, 6, 8, 1),
     ),
 }
 

@@ -17,6 +17,7 @@ many of them are on their way, and programs that fill the processors' last turn.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from itertools import product, zip_longest
 
 from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, PLAIN
@@ -40,10 +41,12 @@ MAX_SPLITS_OF_TILE = 2  # of those five: how the columns are shared matters less
 # Of pairs: the geometries, the plans that they have however many those of single tiles are, which
 # part of the processors is almost all, and how much longer than the shortest is about as short.
 NUM_PAIRS, LEAST_PAIR_PLANS, FULL_TURN, LIKELY = 3, 2, 0.9, 1.05
+PAIR_TILES, MAX_FEW_PAIRS = (192, 96, 48), 4
+FIRST_TILES = (64, 128, 192)  # where the weight may be the instruction's first operand
 FEW_ROW_TILE = 16
 # Above so many rows x is what crosses from L2, and fewer tiles can win: fewer are tried.
 MANY_ROWS = 128
-MAX_PLANS, MAX_MANY_PLANS = 25, 16
+MAX_PLANS, MAX_MANY_PLANS, MAX_FEW_PLANS = 25, 16, 17
 MAX_WORDS = 160  # of a thread's 255 registers, for what is on its way
 MAX_PRODUCT_WORDS = 128
 
@@ -132,22 +135,52 @@ def few_row_plans(op: str, rows: int, num_out: int, num_in: int) -> list[MediumR
                 plans.append(plan._replace(in_tile=in_tile, num_stages=num_stages))
         if i == 0 and plans[-1].is_early:
             plans.append(plans[-1]._replace(is_early=False))
-    return list(dict.fromkeys(plans))
+    plans, of_pairs = list(dict.fromkeys(plans)), few_row_pairs(op, rows, num_out, num_in)
+    return [*plans[: MAX_FEW_PLANS - len(of_pairs)], *of_pairs]
 
 
-def few_row_geometries(op: str, rows: int, num_out: int, num_in: int) -> list[MediumRowsPlan]:
+def few_row_pairs(op: str, rows: int, num_out: int, num_in: int) -> list[MediumRowsPlan]:
+    """Return pairs of tiles that fill one turn, where single tiles do not or need more of them.
+
+    192 rows of the weight are the instruction's first operand; of fewer, one tile of the pair would
+    not fill it, so x comes first.
+    """
+    singles = few_row_geometries(op, rows, num_out, num_in)
+    if not singles or is_filling(singles[0], rows, num_out):
+        return []
+    pairs = few_row_geometries(op, rows, num_out, num_in, PAIR_TILES)
+    deep = []
+    for plan in [plan for plan in pairs if is_filling(plan, rows, num_out)][:NUM_PAIRS]:
+        share, line_bytes = num_in // plan.num_splits, 2 * (plan.row_tile + plan.out_tile)
+        stages = {n: min(SHARED_BYTES // (line_bytes * n), share // n, 8) for n in (128, 256, 64)}
+        deep.append(
+            [
+                plan._replace(in_tile=in_tile, num_stages=num_stages)
+                for in_tile, num_stages in stages.items()
+                if num_stages > 1 and share % in_tile == 0
+            ]
+        )
+    of_pairs = [plan for nth in zip_longest(*deep) for plan in nth if plan is not None]
+    return of_pairs[:MAX_FEW_PAIRS]
+
+
+def few_row_geometries(
+    op: str, rows: int, num_out: int, num_in: int, tiles: Sequence[int] = (64, 128, 32)
+) -> list[MediumRowsPlan]:
     """Return out_tile and splits by predicted time, then by how idle the last turn is.
 
     32 rows of the weight are too few for the instruction that takes it first: x comes first there.
     """
     most_splits = 2 if op == GATED else 8
     found = []
-    for out_tile, splits in product((64, 128, 32), SPLITS):
+    for out_tile, splits in product(tiles, SPLITS):
         share, programs = num_in // splits, -(-num_out // out_tile) * splits
         is_whole = num_in % (splits * 64) == 0 and share >= 2 * LEAST_SHARE
         if is_whole and splits <= most_splits and 96 <= programs <= 8 * PROCESSORS:
             found.append(
-                MediumRowsPlan(TILES, FEW_ROW_TILE, out_tile, 64, splits, is_swapped=out_tile >= 64)
+                MediumRowsPlan(
+                    TILES, FEW_ROW_TILE, out_tile, 64, splits, is_swapped=out_tile in FIRST_TILES
+                )
             )
 
     def rank(plan: MediumRowsPlan) -> tuple[float, float]:

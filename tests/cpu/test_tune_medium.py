@@ -123,6 +123,20 @@ def test_few_rows_try_the_weight_first_in_pieces_of_several_lengths() -> None:
         assert any(not plan.is_early for plan in plans)
 
 
+def test_few_rows_try_pairs_where_single_tiles_do_not_fill_one_turn() -> None:
+    tried = {
+        case: {plan_text(plan) for plan in candidates(case[0], 8, *case[1:])}
+        for case in (
+            (GATED, 24576, 4096), (GATED, 12288, 4096), (NORM, 6144, 4096), (PLAIN, 4096, 12288),
+        )
+    }  # fmt: skip
+    assert "16x192x128w4s4te" in tried[GATED, 24576, 4096]  # 128 programs; 384 of 64
+    assert "16x96x128w4s7e" in tried[GATED, 12288, 4096]
+    assert {"16x48x128w4s8e", "16x192x128/4w4s4te"} <= tried[NORM, 6144, 4096]
+    # down: 128 programs of 32 rows, or of 64 that share the columns, fill one
+    assert not any("x192x" in text or "x96x" in text for text in tried[PLAIN, 4096, 12288])
+
+
 def test_four_row_counts_of_a_model_take_half_a_minute() -> None:
     for name in MODELS:
         kernels, num_plans = set(), 0

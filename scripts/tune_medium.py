@@ -2,14 +2,15 @@
 
 scripts/tune.py --only medium runs this. First each shape's plans beside what serves it without
 them (scripts/tune_race.py): few rows' own table up to 16 rows, the vendor's library above. Then
-whole layers, with and without what has won (scripts/tune_layers.py): the table gets the entries of
-layers that gain.
+whole layers, attention included, in which each projection may take another of its fastest plans
+(scripts/tune_layers.py): the table gets the entries of layers that gain.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -31,7 +32,16 @@ if TYPE_CHECKING:
     from scripts import tune_few
     from scripts.bench_engine import write
     from scripts.tune_check import projection_truth
-    from scripts.tune_layers import FORMAT, HEADS, gains, layer_line, ops_of, settle
+    from scripts.tune_layers import (
+        FORMAT,
+        HEADS,
+        Table,
+        gains,
+        layer_keys,
+        layer_line,
+        ops_of,
+        settle,
+    )
     from scripts.tune_medium_plans import candidates, predicted_us
     from scripts.tune_models import EPS, OPTIONS, all_shapes
     from scripts.tune_race import Race, Result, measured, write_table
@@ -39,13 +49,23 @@ else:  # a script's own folder is where Python looks first; it is no package
     import tune_few
     from bench_engine import write
     from tune_check import projection_truth
-    from tune_layers import FORMAT, HEADS, gains, layer_line, ops_of, settle
+    from tune_layers import (
+        FORMAT,
+        HEADS,
+        Table,
+        gains,
+        layer_keys,
+        layer_line,
+        ops_of,
+        settle,
+    )
     from tune_medium_plans import candidates, predicted_us
     from tune_models import EPS, OPTIONS, all_shapes
     from tune_race import Race, Result, measured, write_table
 
 ROWS = [64, 128, 32, 96, 48, 24]  # the most wanted first
-RACE_SHARE = 0.8  # of the time; the rest is for layers
+RACE_SHARE = 0.7  # of the time; the rest is for layers
+MAX_ALTERNATIVES = 3  # tiles of a projection that a layer tries
 
 
 class Problem(NamedTuple):
@@ -144,19 +164,42 @@ def tune_medium(
         winner.line["predicted_us"] = round(predicted_us(op, rows, num_out, num_in, best), 2)
         result["medium"].append(winner.line)
         write(result, args.out)
-    plans = {key: plan for key, (plan, _) in before.items()}
-    plans |= {key: winner.plan for key, winner in found.items()}
-    print("us of a layer's projections, norms and gate")
+    print("us of a layer")
     print(FORMAT.format(*HEADS))
     cases = [(name, tp, rows) for rows in row_counts for tp in args.tp for name in args.models]
     for name, tp, rows in cases:
         if time.monotonic() > end_s:
             print("out of time; the rest was not measured, and its entries stay as they were")
             return
-        line, chosen = layer_line(name, tp, rows, plans)
+        keys = layer_keys(name, tp, rows)
+        line, chosen = layer_line(
+            name, tp, rows, [alternatives(key, found, before) for key in keys]
+        )
+        for key, plan in zip(keys, chosen, strict=True):
+            if key in found:
+                found[key] = as_chosen(found[key], plan)
         verdict = "kept" if gains(line) else "left out"
         print(FORMAT.format(*line.values()), verdict, *map(plan_text, chosen), flush=True)
         result["layers"].append(line)
         table = settle(before, found, result["layers"])
         write_table(path, table, "kernels/medium_rows_plans.py")
         write(result, args.out)
+
+
+def alternatives(key: Key, found: Mapping[Key, Result], before: Table) -> list[MediumRowsPlan]:
+    """Return what a layer tries for a projection: the best alone, the library, the next best.
+
+    Where nothing was found: what the table has, and the library.
+    """
+    if key in found:
+        plans = [MediumRowsPlan(*fields[:-1]) for fields in found[key].line["plans"]]
+    else:
+        plans = [before[key][0]] if key in before else []
+    tiles = [plan for plan in plans if plan.kind == TILES][:MAX_ALTERNATIVES]
+    return list(dict.fromkeys([*plans[:1], LIBRARY, *tiles]))
+
+
+def as_chosen(winner: Result, plan: MediumRowsPlan) -> Result:
+    """Return what a race has found with the plan that a layer has chosen, and its own time."""
+    times = {MediumRowsPlan(*fields[:-1]): fields[-1] for fields in winner.line["plans"]}
+    return winner._replace(plan=plan, us=times[plan])

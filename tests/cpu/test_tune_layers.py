@@ -25,7 +25,15 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))  # as for a script that runs there
 
 from scripts import tune_layers  # noqa: E402
-from scripts.tune_layers import Layers, gains, layer_keys, ops_of, settle  # noqa: E402
+from scripts.tune_layers import (  # noqa: E402
+    Layers,
+    choose_plans,
+    gains,
+    layer_keys,
+    ops_of,
+    settle,
+)
+from scripts.tune_medium import alternatives, as_chosen  # noqa: E402
 from scripts.tune_models import Model  # noqa: E402
 from scripts.tune_race import Result, measured, write_table  # noqa: E402
 
@@ -36,7 +44,8 @@ OLD, NEW = MediumRowsPlan(TILES, 64), MediumRowsPlan(TILES, 128)
 
 def line(name: str, tp: int, rows: int, share: float) -> dict[str, Any]:
     """Return a layer's line, its time with tiles being such a share of that without."""
-    return {"model": name, "tp": tp, "rows": rows, "baseline_us": 50.0, "table_us": 50.0 * share}
+    times = {"attention_us": 30.0, "baseline_us": 80.0, "table_us": 30.0 + 50.0 * share}
+    return {"model": name, "tp": tp, "rows": rows, **times}
 
 
 def results(keys: list[Key], plan: MediumRowsPlan = NEW) -> dict[Key, Result]:
@@ -51,7 +60,7 @@ def test_the_ops_of_a_layer_follow_its_ranks_and_its_rows() -> None:
     assert layer_keys("8b", 2, 16)[2] == (GATED, 12288, 4096, 16)
 
 
-def test_a_hundredth_of_a_layer_must_be_won() -> None:
+def test_a_hundredth_of_the_projections_must_be_won() -> None:
     assert gains(line("8b", 1, 16, 0.989))
     assert not gains(line("8b", 1, 16, 0.991))
     assert not gains(line("8b", 1, 16, 1.1))
@@ -130,8 +139,64 @@ def test_a_layer_of_tiles_computes_what_one_without_does(
     layers = Layers("tiny", tp, rows)
     tiles = MediumRowsPlan(TILES, 16 if rows == 4 else 64, 64, 32, is_swapped=True)
     residual = layers.residual.clone()
-    expected = layers.run(layers.weights[0], [LIBRARY] * 4)
+    expected = layers.run(layers.sets[0], [LIBRARY] * 4)
     layers.residual.copy_(residual)
-    actual = layers.run(layers.weights[0], [tiles] * 4)
+    actual = layers.run(layers.sets[0], [tiles] * 4)
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
     assert F.mse_loss(actual, torch.zeros_like(actual)) > 1e-3
+
+
+def test_a_layer_attends_to_all_that_its_requests_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where V is the same everywhere, attention gives it back, whatever the weights."""
+    monkeypatch.setattr(tune_layers, "OPTIONS", {"dtype": torch.float32, "device": "cpu"})
+    monkeypatch.setattr(tune_layers, "num_sets", lambda num_bytes: 1)
+    monkeypatch.setitem(vars(tune_layers)["MODELS"], "tiny", Model(64, 4, 2, 16, 96))
+    layers = Layers("tiny", 1, 3)
+    layer = layers.sets[0]
+    layer.v_cache.fill_(2.0)
+    qkv = torch.randn(3, 8 * 16)
+    qkv[:, 6 * 16 :] = 2.0  # the new token's
+    out = layers.attend(qkv, layer, reads_early=False)
+    torch.testing.assert_close(out, torch.full((3, 64), 2.0))
+    layer.v_cache[: len(layer.v_cache) // 3] = 3.0  # the first request's blocks
+    qkv[0, 6 * 16 :] = 3.0
+    out = layers.attend(qkv, layer, reads_early=False)
+    torch.testing.assert_close(out, torch.tensor([[3.0], [2.0], [2.0]]).expand(3, 64))
+
+
+class TimedLayers:
+    """Stands in for layers on a GPU: a layer takes the sum of its plans' times, and o what it has.
+
+    Behind attention o is quicker with tiles than alone.
+    """
+
+    def __init__(self) -> None:
+        self.tried: list[list[int]] = []
+
+    def us(self, plans: list[MediumRowsPlan]) -> float:
+        self.tried.append([plan.row_tile for plan in plans])
+        o_us = {LIBRARY: 14.0, NEW: 9.0}.get(plans[1], 20.0)
+        return 40.0 + o_us + sum(plan.row_tile for plan in plans[::2]) / 1000
+
+
+def test_a_layer_chooses_what_it_is_quicker_with() -> None:
+    layers: Any = TimedLayers()
+    small = MediumRowsPlan(TILES, 16)
+    chosen = choose_plans(layers, [[OLD], [LIBRARY, OLD, NEW], [NEW, small], [LIBRARY]])
+    assert chosen == [OLD, NEW, NEW, LIBRARY], "a change of less than 0.3 % is none"
+    assert len(layers.tried) == 4
+
+
+def test_a_layer_tries_the_best_alone_the_library_and_the_next_best() -> None:
+    key = (ADDED, 64, 32, 64)
+    plans = [MediumRowsPlan(TILES, 64, out_tile) for out_tile in (16, 32, 64, 128, 256)]
+    lines = [[*plan, 2.0 + i] for i, plan in enumerate(plans)]
+    lines.insert(1, [*LIBRARY, 2.5])
+    found = {key: Result(key, plans[0], 2.0, {"plans": lines})}
+    assert alternatives(key, found, {}) == [plans[0], LIBRARY, *plans[1:3]]
+    assert as_chosen(found[key], plans[2])[1:3] == (plans[2], 4.0)
+    assert as_chosen(found[key], LIBRARY)[1:3] == (LIBRARY, 2.5)
+    lines.insert(0, lines.pop(1))
+    assert alternatives(key, found, {}) == [LIBRARY, *plans[:3]]
+    assert alternatives(key, {}, {key: (OLD, 7.0)}) == [OLD, LIBRARY]
+    assert alternatives(key, {}, {}) == [LIBRARY]

@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from nanorunner.config import make_config
+from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.resolve import resolve
 from nanorunner.workers.cuda_graphs import LOGITS, PLAIN, Descriptor, GraphManager
 from nanorunner.workers.device import Device
@@ -68,6 +70,18 @@ class Steps:
         handle = self.runner.step(StepInput(self._number, b"", new, (), pairs, b"").to_wire())
         assert handle is not None, "rank 0 always gets a handle"
         return handle.result()
+
+    def listen(self, monkeypatch: pytest.MonkeyPatch) -> list[AttentionBatch]:
+        """Return, growing with each forward, what attention is told of the step."""
+        heard: list[AttentionBatch] = []
+        forward = self.runner.model.forward
+
+        def listen(ids: Any, positions: Any, batch: AttentionBatch, *caches: Any) -> Any:
+            heard.append(batch)
+            return forward(ids, positions, batch, *caches)
+
+        monkeypatch.setattr(self.runner.model, "forward", listen)
+        return heard
 
     @property
     def num_replays(self) -> int:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from body_graphs import BodyGraphs, Steps, request
 
-from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.workers.full_sampling import FullSampling
 
 SAMPLING = FullSampling(temperature=0.0)
@@ -23,19 +21,12 @@ def steps() -> Iterator[Steps]:
 
 def decode_after(steps: Steps, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Prefill prompts, decode them twice; return what attention heard of it, step by step."""
-    heard: list[bool] = []
-    forward = steps.runner.model.forward
-
-    def listen(ids: Any, positions: Any, batch: AttentionBatch, *caches: Any) -> Any:
-        heard.append(batch.is_even)
-        return forward(ids, positions, batch, *caches)
-
-    monkeypatch.setattr(steps.runner.model, "forward", listen)
+    heard = steps.listen(monkeypatch)
     new = tuple(request(i, list(range(1, n + 1)), SAMPLING) for i, n in enumerate(lengths))
     steps.run(*enumerate(lengths), new=new)
     for _ in range(2):
         steps.run(*((i, 1) for i in range(len(lengths))))
-    return heard
+    return [batch.is_even for batch in heard]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from kernel_cases import attention_case, check_attention, poison
 
 from nanorunner.kernels import attention, warm_up
 from nanorunner.kernels.attention import LEAST_DECODES, paged_attention
-from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.decode_attention import DecodePlan, decode_attention
 from nanorunner.kernels.prefill_attention import PrefillPlan, prefill_attention
 from nanorunner.workers.full_sampling import FullSampling
@@ -117,18 +116,11 @@ def steps() -> Iterator[Steps]:
 def test_attention_hears_of_the_decodes_in_front_of_a_prompt(
     steps: Steps, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    heard: list[int] = []
-    forward = steps.runner.model.forward
-
-    def listen(ids: Any, positions: Any, batch: AttentionBatch, *caches: Any) -> Any:
-        heard.append(batch.num_decodes)
-        return forward(ids, positions, batch, *caches)
-
-    monkeypatch.setattr(steps.runner.model, "forward", listen)
+    heard = steps.listen(monkeypatch)
     first, second, third = (request(i, list(range(1, 12)), SAMPLING) for i in range(3))
     steps.run((0, 11), (1, 11), new=(first, second))
     steps.run((0, 1), (1, 1), (2, 11), new=(third,))
-    assert heard == [0, 2]
+    assert [batch.num_decodes for batch in heard] == [0, 2]
 
 
 def test_a_warm_up_launches_decodes_in_both_their_ways(monkeypatch: pytest.MonkeyPatch) -> None:

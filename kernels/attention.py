@@ -69,13 +69,10 @@ def _mixed_attention(
     """Prompts by their kernel, and many decodes in front of them by theirs, at the same time."""
     num_decodes = batch.num_decodes if batch.num_decodes >= LEAST_DECODES else 0
     out = prefill_attention(q, k_cache, v_cache, batch, scale, num_skipped=num_decodes)
-    if num_decodes:
+    if num_decodes:  # nothing that the launch above reads is freed before this one (pdl.py)
         decodes = batch._replace(
-            query_start_loc=batch.query_start_loc[: num_decodes + 1],
             seq_lens=batch.seq_lens[:num_decodes],
             block_tables=batch.block_tables[:num_decodes],
-            slot_mapping=batch.slot_mapping[:num_decodes],
-            max_query_len=1,
         )
         decode_attention(
             q[:num_decodes], k_cache, v_cache, decodes, scale,

@@ -28,5 +28,4 @@ class AttentionBatch(NamedTuple):
     # it must all be written before any is read.
     places_share_kv: bool = False
     is_even: bool = False  # no request is much longer than the others; only a matter of speed
-    # So many requests in front have one token each, where others have more; only a matter of speed.
-    num_decodes: int = 0
+    num_decodes: int = 0  # so many requests in front have one token; 0 is always right, only slower

@@ -52,9 +52,9 @@ class DecodePlan(NamedTuple):
 # A batch of so many (request, KV head) pairs a processor fills the device with whole requests; so
 # only long ones are cut, into shares of at least so many tokens. Above splits * share they grow.
 FULL_LOAD, SPLITS, LEAST_SHARE = 6, 4, 2048
-# From so many pairs a processor on wide programs pay, two on a processor; and from so many narrow
-# ones keep the memory as busy, and end more evenly.
-WIDE_LOAD, NARROW_LOAD = 3, 10
+# From so many pairs a processor on narrow programs keep the memory as busy as wide ones, and end
+# more evenly.
+NARROW_LOAD = 10
 MAX_SEQ_LENS = (0, LEAST_SHARE + 1)  # the lengths at which plans change
 
 
@@ -99,7 +99,7 @@ def _plan_tile(
         return DecodePlan(num_splits, 32, 4, 2)
     if load >= NARROW_LOAD:
         return DecodePlan(num_splits, 32, 1, 3)
-    if load >= WIDE_LOAD:
+    if load >= FULL_LOAD:
         return DecodePlan(num_splits, 128, 4, 2)
     return DecodePlan(num_splits, 64, 4, 3)
 
@@ -121,8 +121,9 @@ def decode_attention(
     Row i of q belongs to request i. A request of length 0 (padding) gets zeros. `plan` replaces
     plan_decode's choice, for measurements. reads_early: the lengths and tables are read before the
     wait of kernels/pdl.py, which the kernel before must allow: one that is no PDL launch, or a late
-    one (rope_kv_write.py), and that writes neither. waits_last: all is, the kernel before being a
-    late one that writes nothing that is read here (prefill_attention.py). out: where to write.
+    one (rope_kv_write.py), and that writes neither. waits_last: everything is read before the wait,
+    and written too; so the kernel before must be a late one that writes nothing of what is read
+    here and reads nothing of what is written (prefill_attention.py). out: where to write.
     """
     num_reqs, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
@@ -245,7 +246,8 @@ def _decode_kernel(
     request = tl.program_id(1).to(tl.int64)
     kv_head = tl.program_id(0)
     split = tl.program_id(2)
-    # Past the first cache, whose lines may be older than the kernels that wrote these.
+    # Past the first cache, whose lines may be older than the kernels that wrote these; so is all
+    # that is read before the wait. (K and V pass by it in any case, on their way to shared memory.)
     length = tl.load(seq_lens + request, cache_modifier=".cg")
     share = share_of_split(length, num_splits, MIN_SHARE, TILE)
     begin = split * share
@@ -253,6 +255,7 @@ def _decode_kernel(
     # The block number is fetched one turn ahead. Were it fetched in the turn that needs it, Triton
     # would spend its pipeline on that chain and keep a single K and V tile in flight.
     table = block_tables + request * table_stride
+    fresh: tl.constexpr = ".cg" if WAIT_LAST else ""
     first_place = table + begin // BLOCK_TOKENS
     next_block = tl.load(first_place, mask=begin < length, other=0, cache_modifier=".cg")
     if USE_PDL and READ_EARLY and not WAIT_LAST:
@@ -268,7 +271,7 @@ def _decode_kernel(
     q_mask = (row < GROUP)[:, None] & (column < HEAD_DIM)[None, :]
     head = kv_head * GROUP + row
     q_place = q + request * q_stride + head[:, None] * HEAD_DIM + column[None, :]
-    queries = tl.load(q_place, mask=q_mask, other=0.0)
+    queries = tl.load(q_place, mask=q_mask, other=0.0, cache_modifier=fresh)
     best = tl.full((ROWS,), -1.0e30, tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, COLUMNS), tl.float32)
@@ -276,7 +279,8 @@ def _decode_kernel(
     tile_offset = in_tile[:, None] * (NUM_KV_HEADS * HEAD_DIM) + column[None, :]
     for start in range(begin, end, TILE):
         block = next_block
-        next_block = tl.load(table + tl.minimum(start + TILE, end - 1) // BLOCK_TOKENS)
+        next_place = table + tl.minimum(start + TILE, end - 1) // BLOCK_TOKENS
+        next_block = tl.load(next_place, cache_modifier=fresh)
         # int64 before the product: a large pool passes 2^31 elements.
         slot = block.to(tl.int64) * BLOCK_TOKENS + start % BLOCK_TOKENS
         base = slot * (NUM_KV_HEADS * HEAD_DIM) + kv_head * HEAD_DIM
@@ -297,7 +301,7 @@ def _decode_kernel(
 
     if IS_SPLIT:
         # Read again, not kept: the loop above has no register to spare.
-        length = tl.load(seq_lens + request)
+        length = tl.load(seq_lens + request, cache_modifier=fresh)
         share = share_of_split(length, num_splits, MIN_SHARE, TILE)
     write_share(
         best, total, mixed, out, partial, log_sum, counters, request, kv_head,

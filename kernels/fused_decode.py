@@ -22,7 +22,6 @@ from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.combine_splits import combine_splits
 from nanorunner.kernels.decode_attention import (
     LOG2_E,
-    WIDE_LOAD,
     DecodePlan,
     plan_decode,
     tile_shape,
@@ -35,6 +34,7 @@ from nanorunner.kernels.triton_support import num_processors
 # (Request, KV head) pairs a processor, up to which a request is cut; and up to which wide programs,
 # two on a processor, take all requests at once, or nearly.
 FEW_LOAD, ONE_ROUND_LOAD = 1.0, 2.5
+LIGHT_LOAD = 3.0  # from so many on even requests are read by programs of two warps
 
 
 def fused_decode(
@@ -109,7 +109,7 @@ def plan_fused(
         return plan._replace(tile_tokens=32, num_warps=2, num_stages=2)
     if load <= ONE_ROUND_LOAD or not is_even:
         return DecodePlan(1, 128, 4, 2, in_order=True)
-    return plan._replace(tile_tokens=64, num_warps=2, num_stages=2) if load >= WIDE_LOAD else plan
+    return plan._replace(num_warps=2, num_stages=2) if load >= LIGHT_LOAD else plan
 
 
 def fused_decode_reference(

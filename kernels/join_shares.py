@@ -14,11 +14,10 @@ Why a counter is 0 whenever a launch begins. It counts to a number that follows 
 alone, and no program reads a length while an earlier kernel may still write it; so exactly one
 program sees the last number, and after it nobody adds. A launch that is refused (compilation,
 resources) has run no program; one that faults on the device ends the CUDA context, counters and
-all. Two launches must not
-touch them at once: those of a device are all in one stream's order, and decode_attention, which may
-start while older kernels run (pdl.py), touches counters and parts only after its wait, when all of
-them have ended; or, where it waits last, while one late kernel runs that touches neither. The
-lengths it may read before, behind a late kernel that does not write them.
+all. Two launches must not touch them at once: those of a device are all in one stream's order, and
+decode_attention, which may start while older kernels run (pdl.py), touches counters and parts only
+after its wait, when all of them have ended; or, where it waits last, while one late kernel runs
+that touches neither. The lengths it may read before, behind a late kernel that does not write them.
 """
 
 from __future__ import annotations

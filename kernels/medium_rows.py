@@ -8,7 +8,7 @@ From 17 rows on a projection is a matrix product for the tensor cores, but one o
 it takes as long as its weight takes to come: cuBLAS needs about as long for 8 rows as for 128, and
 where it splits the columns, for the narrow o and down, it adds a second launch. Here the second
 launch is the one that adds the residual and norms, and programs fetch their weights before the
-kernel in front has ended. kernels/medium_rows_kernels.py has the kernels and what they must move.
+kernel in front has ended. kernels/medium_rows_kernels.py has what they must move.
 
 A GPU, a shape and a row count take part when the table of kernels/medium_rows_plans.py has tiles
 for them, measured; else these are the library's product and the kernels of every other step. The

@@ -1,4 +1,4 @@
-"""Launches the kernels of kernels/medium_rows_kernels.py as a plan of medium_rows_plans.py says."""
+"""Launches medium_rows_kernels.py and medium_rows_join.py as plans of medium_rows_plans.py say."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanorunner.kernels.few_rows_plans import GATED, NORM
-from nanorunner.kernels.medium_rows_kernels import join_kernel, join_norm_kernel, tiles_kernel
+from nanorunner.kernels.medium_rows_join import join_kernel, join_norm_kernel
+from nanorunner.kernels.medium_rows_kernels import tiles_kernel
 from nanorunner.kernels.medium_rows_plans import TILES, MediumRowsPlan, tiles_of
 from nanorunner.kernels.pdl import can_overlap, launch_options
 from nanorunner.kernels.triton_support import next_power_of_two
@@ -44,6 +45,8 @@ def multiply(
     assert weight.is_contiguous(), "medium_rows needs a contiguous weight"
     out_tile, side_tile = tiles_of(plan.out_tile)
     assert out_tile <= 32 * plan.num_warps * halves, "a lane fetches one line of the weight"
+    is_fetched = side_tile == 0 or side_tile >= plan.num_warps * halves
+    assert is_fetched, "each warp fetches one line of the weight or more"
     num_steps = -(-num_in // (plan.num_splits * plan.in_tile))
     share = num_steps * plan.in_tile
     num_splits = -(-num_in // share)  # none without columns

@@ -15,7 +15,9 @@ whatever the late kernel itself does not write. Decode attention reads lengths, 
 cached KV so.
 
 Behind a late kernel of which it needs nothing, a kernel may even wait last: decode attention does,
-behind the attention of the same step's prompts.
+behind the attention of the same step's prompts. It may then read what the late kernel does not
+write, past the first cache, and write what the late kernel neither reads nor writes; and nothing
+that the late kernel reads may be freed between the two launches, or the second may be given it.
 
 Every program waits, also one that finds nothing to do: a grid that ended without waiting would
 release its successor while older kernels still run. (Waiting last, one program is enough.)

@@ -51,11 +51,11 @@ def plan_prefill(
         return PrefillPlan(smallest if columns > 128 else max(smallest, 32), 16, 4, 1)
     if max_query_len * group <= 2 * smallest:
         plan = PrefillPlan(smallest, 64 if columns <= 128 else 32, 4, 3)
+    elif columns <= 128 and smallest <= 64:
+        # Two programs a processor or more: while one is at its softmax, another multiplies.
+        plan = PrefillPlan(64, 64, 4, 3)
     elif columns <= 64:
         plan = PrefillPlan(max(smallest, 128), 128, 8, 3)
-    elif columns <= 128 and smallest <= 64:
-        # Two programs a processor: while one is at its softmax, the other multiplies.
-        plan = PrefillPlan(64, 64, 4, 3)
     elif columns <= 128:
         plan = PrefillPlan(max(smallest, 128), 64, 8, 3)
     else:

@@ -53,7 +53,7 @@ def warm_up_attention(
     for num_reqs, longest in product(range(1, max_num_reqs + 1), MAX_SEQ_LENS):
         plan = plan_decode(num_reqs, *heads, dtype.itemsize, num_processors(device), longest)
         # as self_attention.py launches it, behind the rotation; then behind a step's prompts
-        for waits_last in (False, True)[: 1 + (num_reqs >= LEAST_DECODES)]:
+        for waits_last in (False, True) if num_reqs >= LEAST_DECODES else (False,):
             if (plan, waits_last) not in plans:
                 plans.add((plan, waits_last))
                 q, batch = empty(num_reqs, 1, longest)

@@ -38,10 +38,12 @@ OUT_TILES = (32, 48, 64, 96, 128, 192, 256)
 # Of single tiles, the first two in more variants, the first three swapped too.
 NUM_GEOMETRIES = 5
 MAX_SPLITS_OF_TILE = 2  # of those five: how the columns are shared matters less than the tile
-# Of pairs: the geometries, the plans that they have however many those of single tiles are, which
-# part of the processors is almost all, and how much longer than the shortest is about as short.
-NUM_PAIRS, LEAST_PAIR_PLANS, FULL_TURN, LIKELY = 3, 2, 0.9, 1.05
-PAIR_TILES, MAX_FEW_PAIRS = (192, 96, 48), 4
+NUM_PAIRS = 3  # geometries of pairs
+LEAST_PAIR_PLANS = 2  # however many plans the single tiles have
+FULL_TURN = 0.9  # which part of the processors is almost all
+LIKELY = 1.05  # how much longer than the shortest is about as short
+PAIR_TILES = (192, 96, 48)
+MAX_FEW_PAIRS = 4  # plans of pairs at few rows
 FIRST_TILES = (64, 128, 192)  # where the weight may be the instruction's first operand
 FEW_ROW_TILE = 16
 # Above so many rows x is what crosses from L2, and fewer tiles can win: fewer are tried.

@@ -162,7 +162,7 @@ class DraftModel:
     def follow(self, buffers: InputBuffers, batch: AttentionBatch, hidden: torch.Tensor) -> None:
         """Write the KV of a step's tokens, prompts and chunks of them; hidden is not used."""
         # never the ways of a pure decode: they are compiled for as many places as _draft() has
-        batch = batch._replace(max_query_len=max(batch.max_query_len, 2))
+        batch = batch._replace(max_query_len=max(batch.max_query_len, 2), num_decodes=0)
         self.decoder.forward(
             buffers.input_ids, buffers.positions, batch, self._k_caches, self._v_caches
         )

@@ -9,11 +9,13 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from runner_steps import NAN, RunnerSteps, packed, request
 
+from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.presets import load_preset
 from nanorunner.toy_model import make_toy_model
 from nanorunner.workers.kv_cache import block_bytes
@@ -71,6 +73,25 @@ def test_a_model_that_drafts_for_itself_is_always_right(folder: Path, steps: Run
         assert len(steps.ids[i]) == 1 + 4 * (1 + NUM_DRAFTS)
         assert steps.ids[i] == plain_ids(folder, prompt(n), 17, i, heat)
         steps.check_draft_kv(i)
+
+
+def test_where_prompts_join_the_draft_model_keeps_to_the_launch_for_prompts(
+    folder: Path, steps: RunnerSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plans for decodes are compiled for as many places as it drafts for, not as verify."""
+    heard: list[tuple[int, int]] = []
+    decoder = steps.draft_model.decoder
+    forward = decoder.forward
+
+    def listen(ids: Any, positions: Any, batch: AttentionBatch, *caches: Any) -> Any:
+        heard.append((batch.max_query_len, batch.num_decodes))
+        return forward(ids, positions, batch, *caches)
+
+    steps.step({1: 30}, new=(request(1, prompt(30), [0]),))
+    monkeypatch.setattr(decoder, "forward", listen)
+    steps.step({1: 1 + NUM_DRAFTS, 2: 20}, new=(request(2, prompt(20), [1]),))
+    assert heard[0] == (20, 0)
+    assert steps.ids[1] == plain_ids(folder, prompt(30), len(steps.ids[1]))
 
 
 def test_the_drafts_are_the_draft_models_own_continuation(folder: Path, other: Path) -> None:

@@ -19,6 +19,7 @@ from nanorunner.kernels.decode_attention import (
     plan_decode,
 )
 from nanorunner.kernels.flash_attention import load_flash_attention
+from nanorunner.kernels.fused_decode import plan_fused
 from nanorunner.kernels.join_shares import share_counters
 from nanorunner.kernels.prefill_attention import PrefillPlan, plan_prefill, prefill_attention
 from nanorunner.kernels.warm_up import warm_up_attention
@@ -209,6 +210,25 @@ def test_splits_depend_on_the_batch_size_alone_and_fill_the_device() -> None:
         found = plan_decode(num_reqs, *heads, 2, processors, longest)
         assert (found.num_splits, found.min_share) == plan
     assert plan_decode(1, 4, 1, 128, 2, processors).num_splits == 64
+
+
+def test_the_plans_of_a_batch_on_132_processors_are_those_that_were_measured() -> None:
+    """By (request, KV head) pairs a processor: 8 heads of 60 requests are 3.6."""
+    sizes = (16, 8, 128, 2, 132)
+    decode = {n: plan_decode(n, *sizes)[:4] for n in (8, 60, 98, 99, 164, 165)}
+    assert decode[8] == (8, 64, 4, 3)
+    assert decode[60] == decode[98] == (1, 64, 4, 3)
+    assert decode[99] == decode[164] == (1, 128, 4, 2)
+    assert decode[165] == (1, 32, 1, 3)
+    wide = DecodePlan(1, 128, 4, 2, in_order=True)
+    for is_even in (False, True):
+        assert plan_fused(16, *sizes, is_even=is_even) == DecodePlan(4, 32, 2, 2)
+        assert plan_fused(17, *sizes, is_even=is_even) == wide
+        assert plan_fused(41, *sizes, is_even=is_even) == wide
+    assert plan_fused(60, *sizes) == wide
+    even = {n: plan_fused(n, *sizes, is_even=True)[:4] for n in (42, 49, 50, 98)}
+    assert even[42] == even[49] == (1, 64, 4, 3)
+    assert even[50] == even[98] == (1, 64, 2, 2)
 
 
 def test_a_tile_never_crosses_a_block_and_plans_are_few() -> None:

@@ -13,7 +13,12 @@ from kernel_cases import attention_case, check_attention, poison
 
 from nanorunner.kernels import attention, warm_up
 from nanorunner.kernels.attention import LEAST_DECODES, paged_attention
-from nanorunner.kernels.decode_attention import DecodePlan, decode_attention
+from nanorunner.kernels.decode_attention import (
+    MAX_SEQ_LENS,
+    DecodePlan,
+    decode_attention,
+    plan_decode,
+)
 from nanorunner.kernels.prefill_attention import PrefillPlan, prefill_attention
 from nanorunner.workers.full_sampling import FullSampling
 from nanorunner.workers.places import Places
@@ -28,12 +33,13 @@ SAMPLING = FullSampling(temperature=0.0)
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return, growing, how many requests each launch for decodes has had."""
+    """Return, growing, how many requests each launch for decodes has had; all wait last."""
     counts: list[int] = []
 
-    def count(q: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+    def count(q: torch.Tensor, *args: Any, waits_last: bool, **options: Any) -> torch.Tensor:
+        assert waits_last, "it would not run beside the prompts"
         counts.append(len(q))
-        return decode_attention(q, *args, **options)
+        return decode_attention(q, *args, waits_last=waits_last, **options)
 
     monkeypatch.setattr(attention, "decode_attention", count)
     return counts
@@ -81,11 +87,11 @@ def test_the_prompts_launch_writes_no_row_of_a_skipped_request(
     case = attention_case(requests, (6, 3, 16), padded_requests=1, padded_tokens=4)
     arguments = (case.q, case.k_cache, case.v_cache, case.batch, case.scale)
     whole = prefill_attention(*arguments, PrefillPlan(rows, 32, 4, 2))
-    monkeypatch.setattr(torch, "empty", torch.zeros)
+    # not zeros: those are what a program writes that takes decodes for a prompt of no length
+    monkeypatch.setattr(torch, "empty", lambda shape, **kind: torch.full(shape, 7.0, **kind))
     part = prefill_attention(*arguments, PrefillPlan(rows, 32, 4, 2), num_skipped=num_skipped)
-    assert not part[:num_skipped].any()
+    assert part[:num_skipped].eq(7).all()
     assert torch.equal(part[num_skipped:], whole[num_skipped:])
-    assert whole[:num_skipped].any()
 
 
 def test_a_launch_for_decodes_writes_where_it_is_told() -> None:
@@ -123,16 +129,24 @@ def test_attention_hears_of_the_decodes_in_front_of_a_prompt(
     assert [batch.num_decodes for batch in heard] == [0, 2]
 
 
-def test_a_warm_up_launches_decodes_in_both_their_ways(monkeypatch: pytest.MonkeyPatch) -> None:
-    launches: list[tuple[int, bool]] = []
+def test_a_warm_up_launches_every_plan_in_both_its_ways(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: set[tuple[DecodePlan, bool]] = set()
+    sizes = (2, 1, 16, 4, 132)  # a float32 model of this shape, on 132 processors
 
-    def note(q: torch.Tensor, *args: Any, waits_last: bool, **options: Any) -> None:
-        launches.append((len(q), waits_last))
+    def note(
+        q: torch.Tensor, *args: Any, reads_early: bool, waits_last: bool, **options: Any
+    ) -> None:
+        batch = args[2]
+        launches.add((plan_decode(len(q), *sizes, batch.max_seq_len), waits_last))
 
     monkeypatch.setattr(warm_up, "decode_attention", note)
+    monkeypatch.setattr(warm_up, "num_processors", lambda device: 132)
     case = attention_case([(1, 4)], (2, 1, 16))
-    for most in (LEAST_DECODES - 1, LEAST_DECODES):
+    for most in (LEAST_DECODES - 1, 900):
         launches.clear()
         warm_up.warm_up_attention(64, 2, case.k_cache, case.v_cache, case.q.dtype, most)
-        assert (1, False) in launches
-        assert any(late for _, late in launches) == (most >= LEAST_DECODES)
+        for longest in MAX_SEQ_LENS:
+            plans = [plan_decode(n, *sizes, longest) for n in range(1, most + 1)]
+            assert {(plan, False) for plan in plans} <= launches
+            assert {(plan, True) for plan in plans[LEAST_DECODES - 1 :]} <= launches
+        assert any(waits_last for _, waits_last in launches) == (most >= LEAST_DECODES)

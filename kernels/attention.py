@@ -70,12 +70,8 @@ def _mixed_attention(
     num_decodes = batch.num_decodes if batch.num_decodes >= LEAST_DECODES else 0
     out = prefill_attention(q, k_cache, v_cache, batch, scale, num_skipped=num_decodes)
     if num_decodes:  # nothing that the launch above reads is freed before this one (pdl.py)
-        decodes = batch._replace(
-            seq_lens=batch.seq_lens[:num_decodes],
-            block_tables=batch.block_tables[:num_decodes],
-        )
         decode_attention(
-            q[:num_decodes], k_cache, v_cache, decodes, scale,
+            q[:num_decodes], k_cache, v_cache, batch, scale,
             waits_last=True, out=out[:num_decodes],
         )  # fmt: skip
     return out

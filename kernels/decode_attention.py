@@ -118,12 +118,13 @@ def decode_attention(
 ) -> torch.Tensor:
     """Return the attention output [requests, num_heads, head_dim]; see kernels/attention.py.
 
-    Row i of q belongs to request i. A request of length 0 (padding) gets zeros. `plan` replaces
-    plan_decode's choice, for measurements. reads_early: the lengths and tables are read before the
-    wait of kernels/pdl.py, which the kernel before must allow: one that is no PDL launch, or a late
-    one (rope_kv_write.py), and that writes neither. waits_last: everything is read before the wait,
-    and written too; so the kernel before must be a late one that writes nothing of what is read
-    here and reads nothing of what is written (prefill_attention.py). out: where to write.
+    Row i of q belongs to request i; the batch may have more, behind these. A request of length 0
+    (padding) gets zeros. `plan` replaces plan_decode's choice, for measurements. reads_early: the
+    lengths and tables are read before the wait of kernels/pdl.py, which the kernel before must
+    allow: one that is no PDL launch, or a late one (rope_kv_write.py), and that writes neither.
+    waits_last: everything is read before the wait, and written too; so the kernel before must be a
+    late one that writes nothing of what is read here and reads nothing of what is written
+    (prefill_attention.py). out: where to write.
     """
     num_reqs, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape

@@ -34,10 +34,13 @@ def warm_up_attention(
     v_cache: torch.Tensor,
     dtype: torch.dtype,
     max_num_reqs: int,
+    *,
+    beside_prompts: bool = False,
 ) -> None:
     """Launch the Triton attention kernels once a plan, for this rank's heads and real caches.
 
-    Every length is 0, so nothing of the caches is read or written.
+    Every length is 0, so nothing of the caches is read or written. beside_prompts: decodes of mixed
+    batches will have launches of their own too (AttentionBatch.num_decodes).
     """
     device = k_cache.device
     num_kv_heads, head_dim = k_cache.shape[2:]
@@ -53,7 +56,8 @@ def warm_up_attention(
     for num_reqs, longest in product(range(1, max_num_reqs + 1), MAX_SEQ_LENS):
         plan = plan_decode(num_reqs, *heads, dtype.itemsize, num_processors(device), longest)
         # as self_attention.py launches it, behind the rotation; then behind a step's prompts
-        for waits_last in (False, True) if num_reqs >= LEAST_DECODES else (False,):
+        is_beside = beside_prompts and num_reqs >= LEAST_DECODES
+        for waits_last in (False, True) if is_beside else (False,):
             if (plan, waits_last) not in plans:
                 plans.add((plan, waits_last))
                 q, batch = empty(num_reqs, 1, longest)

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from triton.errors import TritonError
 
-from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.decode_attention import DecodePlan, decode_attention
 from nanorunner.kernels.few_rows import (
     add_norm_gate_up_silu,
@@ -34,14 +33,13 @@ from nanorunner.kernels.triton_support import num_processors
 
 if TYPE_CHECKING:
     from scripts.bench_kernels import READ_BYTES_PER_S, graph_us
-    from scripts.tune_models import EPS, OPTIONS
+    from scripts.tune_models import BLOCK_TOKENS, EPS, OPTIONS, decode_batch
 else:  # a script's own folder is where Python looks first; it is no package
     from bench_kernels import READ_BYTES_PER_S, graph_us
-    from tune_models import EPS, OPTIONS
+    from tune_models import BLOCK_TOKENS, EPS, OPTIONS, decode_batch
 
 # A candidate that does not compile, fit or run: named, and left out.
 FAILURES = (TritonError, RuntimeError)
-BLOCK_TOKENS = 256
 VOCAB = 151936
 MAX_KV_BYTES = 8e9
 # hidden, query heads, KV heads, head dim, intermediate: Qwen3-0.6B and Qwen3-8B on one rank
@@ -106,10 +104,7 @@ class Step:
         self.cos_sin = torch.rand((length, head_dim), device="cuda")
         self.positions = torch.full((num_reqs,), length - 1, device="cuda")
         tables = torch.randperm(num_reqs * blocks, device="cuda").int().view(num_reqs, blocks)
-        lengths = torch.full((num_reqs,), length, dtype=torch.int32, device="cuda")
-        slots = tables[:, -1].long() * BLOCK_TOKENS + (length - 1) % BLOCK_TOKENS
-        starts = torch.arange(num_reqs + 1, dtype=torch.int32, device="cuda")
-        self.batch = AttentionBatch(starts, lengths, tables, slots, 1, length)
+        self.batch = decode_batch(tables, length)
 
     def attend(self, layer: Layer, qkv: torch.Tensor, attention: Attention | None) -> torch.Tensor:
         """Run what lies between the qkv and the o projection."""

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.few_rows import add_norm_gate_up_silu, add_norm_linear, linear_few
 from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, PLAIN, Key
 from nanorunner.kernels.medium_rows import gate_up_silu, linear_add_norm, linear_medium
@@ -38,19 +37,26 @@ if TYPE_CHECKING:
     from scripts import tune_few
     from scripts.bench_kernels import READ_BYTES_PER_S, graph_us, num_sets
     from scripts.tune_few import baseline
-    from scripts.tune_models import EPS, MODELS, OPTIONS, layer_shapes
+    from scripts.tune_models import (
+        BLOCK_TOKENS,
+        EPS,
+        MODELS,
+        OPTIONS,
+        decode_batch,
+        layer_shapes,
+    )
     from scripts.tune_race import Result
 else:  # a script's own folder is where Python looks first; it is no package
     import tune_few
     from bench_kernels import READ_BYTES_PER_S, graph_us, num_sets
     from tune_few import baseline
-    from tune_models import EPS, MODELS, OPTIONS, layer_shapes
+    from tune_models import BLOCK_TOKENS, EPS, MODELS, OPTIONS, decode_batch, layer_shapes
     from tune_race import Result
 
 LEAST_GAIN = 0.01  # of the projections' time: what two runs of one measurement differ by
 CHANGE = 0.003  # of a layer's time, from which on another plan takes a place
 PASSES = 3  # of a layer's final times, in turn
-CONTEXT, BLOCK_TOKENS = 720, 256  # tokens of each request, and of a block of the cache
+CONTEXT = 720  # tokens of each request
 MAX_SEQ_LEN = 4096  # what a captured graph must reckon with
 TPS = (1, 2, 4, 8)  # whose layers may need an entry
 HEADS = ("model", "tp", "rows", "floor", "attention", "without", "table")
@@ -156,19 +162,10 @@ def even_decode(rows: int, head_dim: int, k_cache: torch.Tensor) -> AttentionPla
     """
     device = k_cache.device
     tables = torch.arange(len(k_cache), dtype=torch.int32, device=device).view(rows, -1)
-    last = CONTEXT - 1
-    batch = AttentionBatch(
-        query_start_loc=torch.arange(rows + 1, dtype=torch.int32, device=device),
-        seq_lens=torch.full((rows,), CONTEXT, dtype=torch.int32, device=device),
-        block_tables=tables,
-        slot_mapping=tables[:, -1].long() * BLOCK_TOKENS + last % BLOCK_TOKENS,
-        max_query_len=1,
-        max_seq_len=MAX_SEQ_LEN,
-        is_even=True,
-    )
+    batch = decode_batch(tables, CONTEXT)._replace(max_seq_len=MAX_SEQ_LEN, is_even=True)
     half = torch.ones((CONTEXT, head_dim // 2), device=device)
     cos_sin = torch.cat((half, torch.zeros_like(half)), dim=1)
-    positions = torch.full((rows,), last, device=device)
+    positions = torch.full((rows,), CONTEXT - 1, device=device)
     backend = "triton" if k_cache.is_cuda else "torch"
     return plan_attention(positions, cos_sin, batch, backend, k_cache)
 

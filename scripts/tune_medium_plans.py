@@ -17,7 +17,7 @@ many of them are on their way, and programs that fill the processors' last turn.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product, zip_longest
 
 from nanorunner.kernels.few_rows_plans import GATED, MAX_ROWS, PLAIN
@@ -94,7 +94,7 @@ def candidates(op: str, rows: int, num_out: int, num_in: int) -> list[MediumRows
     # Which pipeline: a question for where no single tile keeps the processors busy.
     depth = 3 if is_idle and not is_many else 1
     deep = [long_pipelines(plan, num_in)[:depth] for plan in pairs]
-    of_pairs = [plan for nth in zip_longest(*deep) for plan in nth if plan is not None]
+    of_pairs = in_turn(deep)
     if pairs and has_lines(pairs[0]):
         of_pairs += variants(pairs[0]._replace(is_swapped=True), num_in, is_best=False)
     plans: list[MediumRowsPlan] = []
@@ -115,8 +115,11 @@ def has_lines(plan: MediumRowsPlan) -> bool:
 
 def few_row_plans(op: str, rows: int, num_out: int, num_in: int) -> list[MediumRowsPlan]:
     """Return the tiles of 2 to 16 rows, the likeliest first."""
-    plans = []
-    for i, plan in enumerate(few_row_geometries(op, rows, num_out, num_in)[:3]):
+    plans, of_pairs = [], []
+    singles = few_row_geometries(op, rows, num_out, num_in)
+    if singles and not is_filling(singles[0], rows, num_out):
+        of_pairs = few_row_pairs(op, rows, num_out, num_in)
+    for i, plan in enumerate(singles[:3]):
         share = num_in // plan.num_splits
         held = plan._replace(in_tile=share, num_warps=8, num_stages=1, is_early=False)
         line_bytes = 2 * (plan.row_tile + plan.out_tile)
@@ -137,19 +140,16 @@ def few_row_plans(op: str, rows: int, num_out: int, num_in: int) -> list[MediumR
                 plans.append(plan._replace(in_tile=in_tile, num_stages=num_stages))
         if i == 0 and plans[-1].is_early:
             plans.append(plans[-1]._replace(is_early=False))
-    plans, of_pairs = list(dict.fromkeys(plans)), few_row_pairs(op, rows, num_out, num_in)
+    plans = list(dict.fromkeys(plans))
     return [*plans[: MAX_FEW_PLANS - len(of_pairs)], *of_pairs]
 
 
 def few_row_pairs(op: str, rows: int, num_out: int, num_in: int) -> list[MediumRowsPlan]:
-    """Return pairs of tiles that fill one turn, where single tiles do not or need more of them.
+    """Return pairs of tiles that fill one turn: for where single tiles do not, or need more turns.
 
     192 rows of the weight are the instruction's first operand; of fewer, one tile of the pair would
     not fill it, so x comes first.
     """
-    singles = few_row_geometries(op, rows, num_out, num_in)
-    if not singles or is_filling(singles[0], rows, num_out):
-        return []
     pairs = few_row_geometries(op, rows, num_out, num_in, PAIR_TILES)
     deep = []
     for plan in [plan for plan in pairs if is_filling(plan, rows, num_out)][:NUM_PAIRS]:
@@ -162,8 +162,12 @@ def few_row_pairs(op: str, rows: int, num_out: int, num_in: int) -> list[MediumR
                 if num_stages > 1 and share % in_tile == 0
             ]
         )
-    of_pairs = [plan for nth in zip_longest(*deep) for plan in nth if plan is not None]
-    return of_pairs[:MAX_FEW_PAIRS]
+    return in_turn(deep)[:MAX_FEW_PAIRS]
+
+
+def in_turn(plans: Iterable[Sequence[MediumRowsPlan]]) -> list[MediumRowsPlan]:
+    """Return the first plan of each geometry, then the second of each, and so on."""
+    return [plan for nth in zip_longest(*plans) for plan in nth if plan is not None]
 
 
 def few_row_geometries(

@@ -1,4 +1,4 @@
-"""The decoders whose projections scripts/tune.py measures, and what all of them share."""
+"""The decoders that scripts/tune.py measures, and what all of them share."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nanorunner.kernels.attention_batch import AttentionBatch
+
 EPS = 1e-6
 OPTIONS: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}  # of every tensor
+BLOCK_TOKENS = 256  # of a block of the KV cache
 
 Shape = tuple[str, int, int]  # op, out, in
 
@@ -40,6 +43,22 @@ def layer_shapes(model: Model, tp: int) -> list[tuple[int, int]]:
         (2 * model.intermediate // tp, model.hidden),
         (model.hidden, model.intermediate // tp),
     ]
+
+
+def decode_batch(block_tables: torch.Tensor, length: int) -> AttentionBatch:
+    """Return a decode of requests of one length, this step's token included.
+
+    block_tables [requests, blocks] int32, as many blocks as the length needs.
+    """
+    num_reqs, device = len(block_tables), block_tables.device
+    return AttentionBatch(
+        query_start_loc=torch.arange(num_reqs + 1, dtype=torch.int32, device=device),
+        seq_lens=torch.full((num_reqs,), length, dtype=torch.int32, device=device),
+        block_tables=block_tables,
+        slot_mapping=block_tables[:, -1].long() * BLOCK_TOKENS + (length - 1) % BLOCK_TOKENS,
+        max_query_len=1,
+        max_seq_len=length,
+    )
 
 
 def all_shapes(

@@ -145,7 +145,11 @@ class DraftModel:
     def exercise(self) -> None:
         """Launch the attention kernels once a plan, over no data."""
         exercise_attention(
-            self.decoder, self._k_caches[0], self._v_caches[0], 2 * self._config.max_num_seqs
+            self.decoder,
+            self._k_caches[0],
+            self._v_caches[0],
+            2 * self._config.max_num_seqs,
+            beside_prompts=False,  # follow() keeps to the prompts' launch
         )
 
     @torch.inference_mode()

@@ -171,7 +171,13 @@ class RunnerStages(ABC):
         """Launch every attention kernel over no data, then run every kind of step once."""
         if self.config.attention_backend == "triton":
             max_places = self.config.max_num_seqs * self.config.max_query_len
-            exercise_attention(self.model, self.k_caches[0], self.v_caches[0], max_places)
+            exercise_attention(
+                self.model,
+                self.k_caches[0],
+                self.v_caches[0],
+                max_places,
+                beside_prompts=self.config.runner == "v2",  # v1 leaves num_decodes at 0
+            )
             if self.proposer is not None:
                 self.proposer.exercise()
         self.warm_up()

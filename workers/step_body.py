@@ -110,7 +110,7 @@ class StepBody(RunnerStages):
         if recorder is not None:
             recorder.lap(PREPARE, on_gpu=True)
         batch = self._attention_batch(
-            buffers, 1, self.config.max_model_len, descriptor.query_len, descriptor.is_even
+            buffers, 1, self.config.max_model_len, descriptor.query_len, is_even=descriptor.is_even
         )
         hidden = self._forward(buffers, batch)
         if recorder is not None:
@@ -188,8 +188,9 @@ class StepBody(RunnerStages):
         )
         if recorder is not None:
             recorder.lap(PREPARE, on_gpu=True)
-        batch = self._attention_batch(buffers, max_query_len, max_seq_len, places.query_len)
-        batch = batch._replace(num_decodes=places.num_single)
+        batch = self._attention_batch(
+            buffers, max_query_len, max_seq_len, places.query_len, num_decodes=places.num_single
+        )
         hidden = self._forward(buffers, batch)
         if recorder is not None:
             recorder.lap(FORWARD, on_gpu=True)
@@ -233,7 +234,9 @@ class StepBody(RunnerStages):
         max_query_len: int,
         max_seq_len: int,
         query_len: int,
+        *,
         is_even: bool = False,
+        num_decodes: int = 0,
     ) -> AttentionBatch:
         return AttentionBatch(
             query_start_loc=buffers.query_start_loc,
@@ -244,6 +247,7 @@ class StepBody(RunnerStages):
             max_seq_len=max_seq_len,
             places_share_kv=query_len > 1,
             is_even=is_even,
+            num_decodes=num_decodes,
         )
 
     def _forward(self, buffers: InputBuffers, batch: AttentionBatch) -> torch.Tensor:

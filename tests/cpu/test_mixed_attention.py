@@ -144,9 +144,14 @@ def test_a_warm_up_launches_every_plan_in_both_its_ways(monkeypatch: pytest.Monk
     case = attention_case([(1, 4)], (2, 1, 16))
     for most in (LEAST_DECODES - 1, 900):
         launches.clear()
-        warm_up.warm_up_attention(64, 2, case.k_cache, case.v_cache, case.q.dtype, most)
+        warm_up.warm_up_attention(
+            64, 2, case.k_cache, case.v_cache, case.q.dtype, most, beside_prompts=True
+        )
         for longest in MAX_SEQ_LENS:
             plans = [plan_decode(n, *sizes, longest) for n in range(1, most + 1)]
             assert {(plan, False) for plan in plans} <= launches
             assert {(plan, True) for plan in plans[LEAST_DECODES - 1 :]} <= launches
         assert any(waits_last for _, waits_last in launches) == (most >= LEAST_DECODES)
+    launches.clear()
+    warm_up.warm_up_attention(64, 2, case.k_cache, case.v_cache, case.q.dtype, 900)
+    assert not any(waits_last for _, waits_last in launches), "compiled, and nobody launches it"

@@ -210,7 +210,8 @@ def test_a_thousand_replays_join_the_same_shares(num_reqs: int) -> None:
 def test_nothing_compiles_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
     heads, dtype = (16, 8, 128), torch.bfloat16
     first = attention_case([(1, 1)], heads, dtype)
-    warm_up_attention(32 * 128, 16, first.k_cache, first.v_cache, dtype, max_num_reqs=64)
+    caches = first.k_cache, first.v_cache
+    warm_up_attention(32 * 128, 16, *caches, dtype, max_num_reqs=64, beside_prompts=True)
     compiled: list[Any] = []
     monkeypatch.setattr(
         triton.knobs.runtime, "jit_post_compile_hook", lambda **facts: compiled.append(facts)
@@ -220,6 +221,8 @@ def test_nothing_compiles_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> 
         lengths = [draw.randint(1, 900) for _ in range(num_reqs)]
         run(attention_case([(1, length) for length in lengths], heads, dtype))
         run(attention_case([(draw.randint(1, n), n) for n in lengths], heads, dtype, 1, 5))
+        mixed = attention_case([*((1, n) for n in lengths), (40, 40)], heads, dtype)
+        run(mixed._replace(batch=mixed.batch._replace(num_decodes=num_reqs)))
         # Views of one packed input buffer, at places that are not 16-byte aligned.
         packed = attention_case([(1, length) for length in lengths], heads, dtype)
         run(packed._replace(batch=shifted(packed.batch)))

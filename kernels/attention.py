@@ -20,6 +20,7 @@ from nanorunner.kernels.attention_batch_invariant import (
 )
 from nanorunner.kernels.decode_attention import decode_attention
 from nanorunner.kernels.flash_attention import flash_attention
+from nanorunner.kernels.hopper_prefill import hopper_prefill_attention, serves
 from nanorunner.kernels.prefill_attention import prefill_attention
 
 BACKENDS = ("torch", "triton", "flash_attn")
@@ -68,7 +69,9 @@ def _mixed_attention(
 ) -> torch.Tensor:
     """Prompts by their kernel, and many decodes in front of them by theirs, at the same time."""
     num_decodes = batch.num_decodes if batch.num_decodes >= LEAST_DECODES else 0
-    out = prefill_attention(q, k_cache, v_cache, batch, scale, num_skipped=num_decodes)
+    is_long = serves(q, k_cache, batch, num_decodes)
+    attend = hopper_prefill_attention if is_long else prefill_attention
+    out = attend(q, k_cache, v_cache, batch, scale, num_skipped=num_decodes)
     if num_decodes:  # nothing that the launch above reads is freed before this one (pdl.py)
         decode_attention(
             q[:num_decodes], k_cache, v_cache, batch, scale,

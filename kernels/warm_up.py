@@ -21,6 +21,7 @@ from nanorunner.kernels.decode_attention import (
 )
 from nanorunner.kernels.few_rows_plans import MAX_ROWS
 from nanorunner.kernels.fused_decode import fused_decode_triton, plan_fused
+from nanorunner.kernels.hopper_prefill import hopper_prefill_attention, serves_shape
 from nanorunner.kernels.prefill_attention import prefill_attention
 from nanorunner.kernels.triton_support import num_processors
 
@@ -67,6 +68,8 @@ def warm_up_attention(
     for max_query_len in (1, LONG_QUERY):
         q, batch = empty(2, max_query_len)
         prefill_attention(q, k_cache, v_cache, batch, 1.0)
+    if serves_shape(q, k_cache):
+        hopper_prefill_attention(q, k_cache, v_cache, batch, 1.0)
 
 
 def warm_up_fused_decode(

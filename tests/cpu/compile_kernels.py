@@ -27,11 +27,14 @@ from fused_decode_cases import fused_case
 from kernel_cases import attention_case, normal, rope_arguments
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.jit import JITFunction
 
 from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.decode_attention import MAX_SEQ_LENS, decode_attention, plan_decode
 from nanorunner.kernels.fused_decode import fused_decode_triton, plan_fused
+from nanorunner.kernels.hopper_prefill import hopper_prefill_attention
 from nanorunner.kernels.lm_head_sample import lm_head_sample_triton
 from nanorunner.kernels.peer_all_reduce import (
     all_reduce_add_rms_norm,
@@ -75,6 +78,7 @@ def compile_instead(
         options = {name: value for name, value in kwargs.items() if name not in names}
         values = dict(zip(names, args, strict=False)) | {n: kwargs[n] for n in names if n in kwargs}
         signature, constants, attributes = {}, {}, {}
+        kind = GluonASTSource if self.is_gluon() else ASTSource
         for i, param in enumerate(self.params):
             value = values[param.name]
             aligned = False
@@ -84,6 +88,9 @@ def compile_instead(
             elif isinstance(value, torch.Tensor):
                 signature[param.name] = POINTERS[value.dtype]
                 aligned = not param.do_not_specialize_on_alignment
+            elif isinstance(value, TensorDescriptor):
+                tile = f"{POINTERS[value.base.dtype][1:]}{value.block_shape}"
+                signature[param.name] = f"tensordesc<{tile},{value.layout!r}>"
             elif isinstance(value, float):
                 signature[param.name] = "fp32"
             else:
@@ -91,7 +98,7 @@ def compile_instead(
                 aligned = value % 16 == 0 and not param.do_not_specialize
             if aligned:
                 attributes[(i,)] = [["tt.divisibility", 16]]
-        source = ASTSource(self, signature, constants, attributes)
+        source = kind(self, signature, constants, attributes)
         kernel = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
         line = {"name": self.fn.__name__, "shared": kernel.metadata.shared}
         registers, spilled = resources(kernel.asm["cubin"])
@@ -164,6 +171,8 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     for requests in ([(1, 9)], [(500, 500)]):
         case = attention_case(requests, heads, dtype, padded_requests=1)
         paged_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, "triton")
+    if dtype.itemsize == 2:
+        hopper_prefill_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale)
     logits = normal(2, 5000, dtype=dtype)
     gumbel_argmax_triton(logits, torch.ones(2), torch.arange(2), torch.arange(2))
     table = (torch.arange(2), torch.arange(2), torch.ones(2), torch.arange(2))

@@ -226,6 +226,10 @@ def test_nothing_compiles_after_the_warm_up(monkeypatch: pytest.MonkeyPatch) -> 
         # Views of one packed input buffer, at places that are not 16-byte aligned.
         packed = attention_case([(1, length) for length in lengths], heads, dtype)
         run(packed._replace(batch=shifted(packed.batch)))
+    for num_tokens in (1100, 4097):  # as many as a kernel of their own takes
+        run(attention_case([(num_tokens, num_tokens + 7), (3, 3)], heads, dtype, 1, 5))
+        packed = attention_case([(num_tokens, num_tokens)], heads, dtype)
+        run(packed._replace(batch=shifted(packed.batch)))
     assert not compiled
 
 

@@ -90,7 +90,7 @@ class Layer:
     def run(self) -> torch.Tensor:
         """Forget this step's KV, then enqueue a late producer of qkv, the layer, and a reader."""
         for name in ("k_cache", "v_cache"):
-            self.arguments[name].flatten(0, 1)[self.slots] = torch.nan
+            self.arguments[name].flatten(0, 1).index_fill_(0, self.slots, torch.nan)
         slow_copy(self.source, self.arguments["qkv"])
         qk_norm_rope_kv_write(**self.arguments)
         out = paged_attention(

@@ -67,7 +67,10 @@ def _mixed_attention(
     batch: AttentionBatch,
     scale: float,
 ) -> torch.Tensor:
-    """Prompts by their kernel, and many decodes in front of them by theirs, at the same time."""
+    """Prompts by one of their kernels, many decodes in front of them by theirs, at the same time.
+
+    (After hopper_prefill_attention, which leaves no room beside it.)
+    """
     num_decodes = batch.num_decodes if batch.num_decodes >= LEAST_DECODES else 0
     is_long = serves(q, k_cache, batch, num_decodes)
     attend = hopper_prefill_attention if is_long else prefill_attention

@@ -31,8 +31,14 @@ except (ImportError, AttributeError):  # no Triton, or one whose Gluon is anothe
     gluon = gl = mbarrier = TensorDescriptor = load_tile = None
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = None
 
+# The decorator of what the compiler itself calls, for a layout; nothing does so without Gluon.
+constexpr_function: Callable[[Any], Any] = (
+    functools.cache if gluon is None else gluon.constexpr_function
+)
+
 __all__ = [
     "TensorDescriptor",
+    "constexpr_function",
     "fence_async_shared",
     "gl",
     "gluon_jit",

@@ -6,12 +6,11 @@ units take the softmax of the next. kernels/hopper_prefill_kernel.py has the loo
 
 As in prefill_attention a row is a (query token, head of the KV head's group) pair and a tile's
 keys are read once for all of its rows; here they are 128, twice as many as its twin's, which halves
-what a processor reads from the L2 cache: at 64 rows that was the bound. A program stays on its
-processor and takes every 132nd tile, so it fetches the next tile's keys while the last one's
-results are written.
+what a processor reads from the L2 cache. A program stays on its processor and works through a list
+of tiles, so it fetches the next one's keys while the last one's results are written.
 
-It fills the device: the decodes of a mixed step run after it, not beside it as beside its twin. It
-was the faster of the two there too.
+It fills the device: the decodes of a mixed step run after it, not beside it as beside its twin.
+Even so such a step's attention is quicker (docs/performance-log.md).
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ from nanorunner.kernels.triton_support import num_processors
 
 logger = logging.getLogger("nanorunner")
 
-HOPPER = (9, 0)  # its matrix instructions and barriers exist on no other kind
+HOPPER = (9, 0)  # its matrix instructions exist on no other kind
 HEAD_DIM = 128
-GROUP_ROWS = 64  # of a group of four warps: what one matrix instruction takes
+GROUP_ROWS = 64  # of a group of four warps, as in the kernel
 NUM_GROUPS = 2
 TILE = 64  # KV tokens a turn
 NUM_STAGES = 3  # tiles of K and of V in shared memory
@@ -49,7 +48,7 @@ def serves_shape(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
         and q.element_size() == 2
         and q.shape[1] // num_kv_heads <= GROUP_ROWS
         and k_cache.shape[1] % TILE == 0
-        and _is_hopper(q.device)
+        and _has_instructions(q.device)
     )
 
 
@@ -65,12 +64,14 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch, num_sk
 
 
 @functools.cache
-def _is_hopper(device: torch.device) -> bool:
-    """Return whether the device is a Hopper that Triton can be told so much about."""
+def _has_instructions(device: torch.device) -> bool:
+    """Return whether the device has what the kernel needs, and this Triton can say it."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != HOPPER:
         return False
     if not has_gluon():
-        logger.warning("this Triton's Gluon is not one of 3.6 to 3.9: long prompts take longer")
+        logger.warning(
+            "this Triton's Gluon lacks what hopper_prefill.py needs: prompts take longer"
+        )
     return has_gluon()
 
 
@@ -91,11 +92,14 @@ def hopper_prefill_attention(
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_tokens, num_kv_heads, _ = k_cache.shape
     num_reqs = batch.seq_lens.shape[0] - num_skipped
+    group = num_heads // num_kv_heads
+    assert head_dim == HEAD_DIM, "made for heads of 128"
+    assert block_tokens % TILE == 0, "a tile lies in one block"
+    assert group <= GROUP_ROWS, "a token's heads fit a group of warps"
     assert q[0:1].is_contiguous(), "the heads of a q row must lie side by side"
     assert k_cache.is_contiguous(), "the K cache must be contiguous"
     assert v_cache.is_contiguous(), "the V cache must be contiguous"
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    group = num_heads // num_kv_heads
     group_tokens = GROUP_ROWS // group
     tokens = NUM_GROUPS * group_tokens
     # As in prefill_attention: a bound known without the lengths, and one more for the padding.
@@ -104,7 +108,7 @@ def hopper_prefill_attention(
     width = num_kv_heads * head_dim
     lines = [num_blocks * block_tokens, width]
     keys, values = (
-        TensorDescriptor(cache, lines, [width, 1], [TILE, head_dim], tile_layout(q.dtype))
+        TensorDescriptor(cache, lines, [width, 1], [TILE, head_dim], _tile_layout(q.dtype))
         for cache in (k_cache, v_cache)
     )
     hopper_prefill_kernel[(min(num_processors(q.device), num_tiles * num_kv_heads),)](
@@ -137,7 +141,7 @@ def hopper_prefill_attention(
 
 
 @functools.cache
-def tile_layout(dtype: torch.dtype) -> object:
+def _tile_layout(dtype: torch.dtype) -> object:
     """Return how a tile of K or V [64, 128] lies in shared memory, as the tensor cores read it."""
     element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}[dtype]
     return gl.NVMMASharedLayout.get_default_for([TILE, HEAD_DIM], element)

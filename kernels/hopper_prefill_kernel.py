@@ -9,9 +9,9 @@ Both go through the same list of (tile of queries, KV head), so they need only t
 places of the ring of K and V tiles are full and which are free: four barriers a place, whose phase
 turns with each round of the ring. A group walks 64 rows; both groups read the same K and V.
 
-    item      one tile of one KV head; program p of P has the items p, 2P - 1 - p, 2P + p, ...: to
-              and fro, for items become shorter along the list
-    stage     turns so far modulo NUM_STAGES: the place in the ring
+    item      a tile of queries and a KV head (hopper_prefill_items.py)
+    turn      a tile of keys, of all items so far
+    stage     turn modulo NUM_STAGES: the place in the ring
 
 Scores stay unscaled until the exponent: exp2(score * scale - best * scale) is one instruction
 before the exponential.
@@ -20,6 +20,7 @@ before the exponential.
 from __future__ import annotations
 
 from nanorunner.kernels.gluon_support import (
+    constexpr_function,
     fence_async_shared,
     gl,
     gluon_jit,
@@ -28,9 +29,11 @@ from nanorunner.kernels.gluon_support import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+from nanorunner.kernels.hopper_prefill_items import item_of, locate, num_rounds
 from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait
 from nanorunner.kernels.triton_support import constant
 
+GROUP_ROWS = constant(64)  # of a group of four warps: what one matrix instruction takes
 # A thread's registers: what the fetching warp gives up, the groups have.
 FETCHING_REGISTERS = constant(24)
 GROUP_REGISTERS = constant(240)
@@ -67,7 +70,7 @@ def hopper_prefill_kernel(
 ) -> None:
     """Attend the items of one program; see the module docstring."""
     if USE_PDL:
-        gdc_wait()
+        gdc_wait()  # the other warps begin behind it, at warp_specialize
         gdc_launch_dependents()
     keys = gl.allocate_shared_memory(k_tiles.dtype, [NUM_STAGES, TILE, HEAD_DIM], k_tiles.layout)
     values = gl.allocate_shared_memory(v_tiles.dtype, [NUM_STAGES, TILE, HEAD_DIM], v_tiles.layout)
@@ -80,7 +83,7 @@ def hopper_prefill_kernel(
         mbarrier.init(v_full.index(stage), count=1)
         mbarrier.init(k_free.index(stage), count=NUM_GROUPS)
         mbarrier.init(v_free.index(stage), count=NUM_GROUPS)
-    fence_async_shared()
+    fence_async_shared()  # the memory engine, which will ring them, reads by another way
     ring = (keys, values, k_full, v_full, k_free, v_free)
     batch = (query_start_loc, seq_lens, num_tokens, num_reqs, first_tile, num_tiles)
     rows = (q, out, q_stride, scale)
@@ -115,9 +118,9 @@ def _fetch(
     HEAD_DIM: gl.constexpr = keys.shape[2]
     TILE_BYTES: gl.constexpr = TILE * HEAD_DIM * 2
     turn = gl.to_tensor(0)  # tiles fetched so far, of all items
-    for round in range(_num_rounds(batch, NUM_KV_HEADS)):
-        tile, kv_head = _item(round, batch, NUM_KV_HEADS)
-        request, _, _, _, _, end = _locate(tile, batch, TOKENS)
+    for round in range(num_rounds(batch, NUM_KV_HEADS)):
+        tile, kv_head = item_of(round, batch, NUM_KV_HEADS)
+        request, _, _, _, _, end = locate(tile, batch, TOKENS)
         table = block_tables + request.to(gl.int64) * table_stride
         for start in range(0, end, TILE):
             block = gl.load(table + start // BLOCK_TOKENS)
@@ -147,34 +150,28 @@ def _attend(
 ) -> None:
     """A group of four warps: its 64 rows of every item."""
     q, out, q_stride, scale = rows
-    keys, values, k_full, v_full, k_free, v_free = ring
-    NUM_STAGES: gl.constexpr = keys.shape[0]
+    keys, _, _, _, _, _ = ring
     TILE: gl.constexpr = keys.shape[1]
     HEAD_DIM: gl.constexpr = keys.shape[2]
-    ROWS: gl.constexpr = 64
-    # Scores and sums as the matrix instruction leaves them, weights and queries as it reads them;
-    # in memory a row is a line of 16-byte pieces.
+    # Scores as the matrix instruction leaves them, queries as it reads them; in memory a row is a
+    # line of 16-byte pieces.
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
-    MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
     QUERIES: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
-    line = gl.arange(0, ROWS, gl.SliceLayout(1, LINES))
+    LINES: gl.constexpr = _lines(HEAD_DIM)
+    line = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, LINES))
     column = gl.arange(0, HEAD_DIM, gl.SliceLayout(0, LINES))
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, SCORES))
-    key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
-    turn = gl.to_tensor(0)  # tiles of keys seen so far, of all items
-    for round in range(_num_rounds(batch, NUM_KV_HEADS)):
-        tile, kv_head = _item(round, batch, NUM_KV_HEADS)
-        _request, query_start, query_len, first, computed, end = _locate(tile, batch, TOKENS)
+    row = gl.arange(0, GROUP_ROWS, gl.SliceLayout(1, SCORES))
+    turn = gl.to_tensor(0)
+    for round in range(num_rounds(batch, NUM_KV_HEADS)):
+        tile, kv_head = item_of(round, batch, NUM_KV_HEADS)
+        _request, query_start, query_len, first, computed, end = locate(tile, batch, TOKENS)
         first += WHICH * GROUP_TOKENS
         token = first + line // GROUP
         head = kv_head * GROUP + line % GROUP
-        inside = ((line < GROUP_TOKENS * GROUP) & (token < query_len))[:, None] & (
-            column < HEAD_DIM
-        )[None, :]
+        is_mine = (line < GROUP_TOKENS * GROUP) & (token < query_len)
+        inside = is_mine[:, None] & (column < HEAD_DIM)[None, :]
         q_row = (query_start + token).to(gl.int64)
-        result = gl.zeros([ROWS, HEAD_DIM], out.dtype.element_ty, LINES)
+        result = gl.zeros([GROUP_ROWS, HEAD_DIM], out.dtype.element_ty, LINES)
         if end > 0:  # else padding tokens, or requests of length 0
             q_place = q + (q_row * q_stride + head * HEAD_DIM)[:, None] + column[None, :]
             queries = gl.convert_layout(gl.load(q_place, mask=inside, other=0.0), QUERIES)
@@ -182,45 +179,64 @@ def _attend(
             # Every row sees all keys below `plain`; only tiles from there on need a mask. The keys
             # end with the item's last token, which may stand in front of this group's rows.
             plain = gl.minimum(computed + first + 1, end) // TILE * TILE
-
-            stage = turn % NUM_STAGES
-            mbarrier.wait(k_full.index(stage), turn // NUM_STAGES & 1)
-            score = warpgroup_mma(
-                queries,
-                keys.index(stage).permute((1, 0)),
-                gl.zeros([ROWS, TILE], gl.float32, SCORES),
-                use_acc=False,
-            )
-            mbarrier.arrive(k_free.index(stage))
-            score = gl.where(key[None, :] <= position[:, None], score, -1.0e30)
-            best = gl.full([ROWS], -1.0e30, gl.float32, gl.SliceLayout(1, SCORES))
-            total = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, SCORES))
-            weight, _shrink, best, total = _softmax(score, best, total, scale)
-            weights = gl.convert_layout(weight.to(out.dtype.element_ty), WEIGHTS)
-            mixed = gl.zeros([ROWS, HEAD_DIM], gl.float32, MIXED)
-            for start in range(TILE, plain, TILE):
-                weights, best, total, mixed = _turn(
-                    queries, ring, turn, weights, best, total, mixed, scale, start, position, False
-                )
-                turn += 1
-            for start in range(gl.maximum(plain, TILE), end, TILE):
-                weights, best, total, mixed = _turn(
-                    queries, ring, turn, weights, best, total, mixed, scale, start, position, True
-                )
-                turn += 1
-
-            stage = turn % NUM_STAGES
-            mbarrier.wait(v_full.index(stage), turn // NUM_STAGES & 1)
-            if end % TILE != 0:
-                _clear_rows(values.index(stage), end % TILE)
-            mixed = warpgroup_mma(weights, values.index(stage), mixed)
-            mbarrier.arrive(v_free.index(stage))
-            turn += 1
-            share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, MIXED))
-            mixed = mixed * share[:, None]
+            mixed, turn = _attend_item(queries, ring, turn, position, plain, end, scale)
             result = gl.convert_layout(mixed.to(out.dtype.element_ty), LINES)
         out_row = q_row * (NUM_KV_HEADS * GROUP) + head
         gl.store(out + out_row[:, None] * HEAD_DIM + column[None, :], result, mask=inside)
+
+
+@gluon_jit()
+def _attend_item(
+    queries: gl.tensor,
+    ring: gl.tuple,
+    turn: gl.tensor,
+    position: gl.tensor,
+    plain: gl.tensor,
+    end: gl.tensor,
+    scale: gl.tensor,
+) -> gl.tuple:
+    """Return the attention of a group's rows over the keys below end, and the turns after it."""
+    keys, values, k_full, v_full, k_free, v_free = ring
+    NUM_STAGES: gl.constexpr = keys.shape[0]
+    TILE: gl.constexpr = keys.shape[1]
+    HEAD_DIM: gl.constexpr = keys.shape[2]
+    SCORES: gl.constexpr = queries.type.layout.parent
+    MIXED: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    WEIGHTS: gl.constexpr = gl.DotOperandLayout(0, MIXED, 2)
+    stage = turn % NUM_STAGES
+    mbarrier.wait(k_full.index(stage), turn // NUM_STAGES & 1)
+    score = warpgroup_mma(
+        queries,
+        keys.index(stage).permute((1, 0)),
+        gl.zeros([GROUP_ROWS, TILE], gl.float32, SCORES),
+        use_acc=False,
+    )
+    mbarrier.arrive(k_free.index(stage))
+    key = gl.arange(0, TILE, gl.SliceLayout(0, SCORES))
+    score = gl.where(key[None, :] <= position[:, None], score, -1.0e30)
+    best = gl.full([GROUP_ROWS], -1.0e30, gl.float32, gl.SliceLayout(1, SCORES))
+    total = gl.zeros([GROUP_ROWS], gl.float32, gl.SliceLayout(1, SCORES))
+    weight, _shrink, best, total = _softmax(score, best, total, scale)
+    weights = gl.convert_layout(weight.to(queries.dtype), WEIGHTS)
+    mixed = gl.zeros([GROUP_ROWS, HEAD_DIM], gl.float32, MIXED)
+    for start in range(TILE, plain, TILE):
+        weights, best, total, mixed = _turn(
+            queries, ring, turn, weights, best, total, mixed, scale, start, position, False
+        )
+        turn += 1
+    for start in range(gl.maximum(plain, TILE), end, TILE):
+        weights, best, total, mixed = _turn(
+            queries, ring, turn, weights, best, total, mixed, scale, start, position, True
+        )
+        turn += 1
+    stage = turn % NUM_STAGES
+    mbarrier.wait(v_full.index(stage), turn // NUM_STAGES & 1)
+    if end % TILE != 0:
+        _clear_rows(values.index(stage), end % TILE)
+    mixed = warpgroup_mma(weights, values.index(stage), mixed)
+    mbarrier.arrive(v_free.index(stage))
+    share = gl.convert_layout(1.0 / total, gl.SliceLayout(1, MIXED))
+    return mixed * share[:, None], turn + 1
 
 
 @gluon_jit()
@@ -283,63 +299,18 @@ def _softmax(score: gl.tensor, best: gl.tensor, total: gl.tensor, scale: gl.tens
 def _clear_rows(tile: gl.tensor, num_kept: gl.tensor) -> None:
     """Zero the rows of a tile of V past the request's end: 0 times an unwritten NaN would be NaN.
 
-    Both groups do so, with the same values.
+    Both groups do so. While one stores, the other's instruction may read: rows that are kept, and
+    get what they hold, or rows that it has cleared itself.
     """
-    HEAD_DIM: gl.constexpr = tile.shape[1]
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // HEAD_DIM, HEAD_DIM // 8], [4, 1], [1, 0])
+    LINES: gl.constexpr = _lines(tile.shape[1])
     row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, LINES))
     tile.store(gl.where((row < num_kept)[:, None], tile.load(LINES), 0.0))
-    fence_async_shared()  # the matrix instruction reads by another way than a store writes
+    # The matrix instruction reads by another way than a store writes; and by that way too the next
+    # tile will come to this place, after these stores.
+    fence_async_shared()
 
 
-@gluon_jit()
-def _num_rounds(batch: gl.tuple, NUM_KV_HEADS: gl.constexpr) -> gl.tensor:
-    """Return how many items this grid's programs have, the longest list of one."""
-    _, _, _, _, _, num_tiles = batch
-    return (num_tiles * NUM_KV_HEADS + gl.num_programs(0) - 1) // gl.num_programs(0)
-
-
-@gluon_jit()
-def _item(round: gl.tensor, batch: gl.tuple, NUM_KV_HEADS: gl.constexpr) -> gl.tuple:
-    """Return (tile, kv_head) of this program's item of a round; the last tiles, the longest, first.
-
-    A program that has none in the last round gets tile -1.
-    """
-    _, _, _, _, first_tile, num_tiles = batch
-    place = gl.program_id(0)
-    if round % 2 == 1:
-        place = gl.num_programs(0) - 1 - place
-    item = round * gl.num_programs(0) + place
-    tile = first_tile + num_tiles - 1 - item // NUM_KV_HEADS
-    return gl.where(item < num_tiles * NUM_KV_HEADS, tile, -1), item % NUM_KV_HEADS
-
-
-@gluon_jit()
-def _locate(tile: gl.tensor, batch: gl.tuple, TOKENS: gl.constexpr) -> gl.tuple:
-    """Return (request, query_start, query_len, first token, computed, end) of a tile.
-
-    As in prefill_attention.py: the last i in 0..num_reqs whose first tile, query_start_loc[i] //
-    TOKENS + i, is <= tile; num_reqs stands for the padding. end: the keys that the tile may see, 0
-    for none. A tile past its request's end, or -1, has first = query_len = 0: no token is in it.
-    """
-    query_start_loc, seq_lens, num_tokens, num_reqs, _, _ = batch
-    low = gl.to_tensor(0)
-    high = num_reqs
-    while low < high:
-        middle = (low + high + 1) // 2
-        if gl.load(query_start_loc + middle) // TOKENS + middle <= tile:
-            low = middle
-        else:
-            high = middle - 1
-    query_start = gl.load(query_start_loc + low)
-    query_end = gl.load(query_start_loc + gl.minimum(low + 1, num_reqs))
-    query_len = gl.where(low == num_reqs, num_tokens, query_end) - query_start
-    first = (tile - query_start // TOKENS - low) * TOKENS
-    seq_len = gl.load(seq_lens + gl.minimum(low, num_reqs - 1))
-    computed = seq_len - query_len
-    is_empty = (tile < 0) | (first >= query_len)
-    first = gl.where(is_empty, 0, first)
-    query_len = gl.where(is_empty, 0, query_len)
-    end = computed + gl.minimum(first + TOKENS, query_len)
-    end = gl.where((low == num_reqs) | (query_len == 0), 0, end)
-    return low, query_start, query_len, first, computed, end
+@constexpr_function
+def _lines(columns: int) -> object:
+    """Return the layout of rows in memory: 16 bytes a thread, side by side, over four warps."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [4, 1], [1, 0])

@@ -57,6 +57,8 @@ POINTERS = {
     torch.int64: "*i64",
 }
 H200_PROCESSORS = 132
+LABEL = re.compile(r"\s*(\.L_\w+):")  # in nvdisasm's text
+BRANCH = re.compile(r"BRA.*`\((\.L_\w+)\)")
 OTHER_S = 200.0  # of the other process, when this one has done its half
 
 
@@ -103,6 +105,8 @@ def compile_instead(
         line = {"name": self.fn.__name__, "shared": kernel.metadata.shared}
         registers, spilled = resources(kernel.asm["cubin"])
         line |= {"registers": registers, "spilled": spilled} | describe(kernel.asm["ptx"])
+        if self.is_gluon():  # two groups, keys with a mask and without
+            line["spilled_in_loops"] = spills_in_loops(kernel.asm["cubin"], 4)
         if self.fn.__name__ == "_best_of_tile":
             line |= {"instructions": num_instructions(kernel.asm["cubin"]), "tile": kwargs["TILE"]}
         # One write a line, also where Python does not buffer: two processes print.
@@ -121,6 +125,22 @@ def resources(cubin: bytes) -> tuple[int, int]:
 def num_instructions(cubin: bytes) -> int:
     """Return how many instructions a kernel has, each branch counted once."""
     return len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s", _read_with("nvdisasm", "-c", cubin), re.M))
+
+
+def spills_in_loops(cubin: bytes, num_loops: int) -> list[int]:
+    """Return how often each of the shortest loops with matrix instructions touches the stack.
+
+    Longer ones are loops around them, or waits that nvdisasm shows far behind what they lead to.
+    """
+    lines = _read_with("nvdisasm", "-c", cubin).splitlines()
+    places = {match[1]: i for i, line in enumerate(lines) if (match := LABEL.match(line))}
+    loops = [
+        lines[places[match[1]] : i]
+        for i, line in enumerate(lines)
+        if (match := BRANCH.search(line)) and places.get(match[1], i) < i
+    ]
+    with_matrix = sorted((x for x in loops if any("HGMMA" in line for line in x)), key=len)
+    return [sum("STL" in x or "LDL" in x for x in loop) for loop in with_matrix[:num_loops]]
 
 
 def _read_with(tool: str, flag: str, cubin: bytes) -> str:
@@ -171,7 +191,8 @@ def launch_all(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
     for requests in ([(1, 9)], [(500, 500)]):
         case = attention_case(requests, heads, dtype, padded_requests=1)
         paged_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, "triton")
-    if dtype.itemsize == 2:
+    for others in ((32, 8, 128), (28, 4, 128)) if dtype.itemsize == 2 else ():
+        case = attention_case([(500, 500)], others, dtype, padded_requests=1)
         hopper_prefill_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale)
     logits = normal(2, 5000, dtype=dtype)
     gumbel_argmax_triton(logits, torch.ones(2), torch.arange(2), torch.arange(2))

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 import triton
+from kernel_cases import attention_case
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from nanorunner.kernels.compile_ahead import compile_ahead
+from nanorunner.kernels.hopper_prefill import hopper_prefill_attention
 from nanorunner.kernels.rms_norm import rms_norm_triton
 from nanorunner.kernels.silu_mul import silu_mul_triton
 
@@ -54,11 +56,13 @@ def main() -> None:
     device = NoDevice()
     driver.set_active(device)
     triton.knobs.runtime.jit_post_compile_hook = lambda fn, **facts: compiled.append(fn.name)
+    case = attention_case([(300, 300)], (16, 8, 128), torch.bfloat16)
     x, gain = torch.empty(2, 1024, dtype=torch.bfloat16), torch.ones(1024, dtype=torch.bfloat16)
 
     def launch() -> None:
         rms_norm_triton(x, gain, 1e-6)
         silu_mul_triton(x)
+        hopper_prefill_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale)
 
     with compile_ahead(torch.device("cpu"), num_threads=2, timeout_s=60.0) as compilers:
         with compilers.rehearsal():

@@ -43,9 +43,12 @@ def test_every_kernel_compiles_for_hopper_without_spilling(tmp_path: Path) -> No
     assert {line["name"] for line in lines} == KERNELS
     for line in lines:
         assert line["shared"] <= SHARED_LIMIT_BYTES, line
-        # Of this one a few registers spill that live from item to item, none of its inner loops.
-        limit = 256 if line["name"] == "hopper_prefill_kernel" else 0
-        assert line["spilled"] <= limit, line
+        if line["name"] == "hopper_prefill_kernel":
+            # What lives from item to item may spill; of what a turn needs, one register does.
+            assert len(line["spilled_in_loops"]) == 4, line
+            assert sum(line["spilled_in_loops"]) <= 1, line
+        else:
+            assert line["spilled"] == 0, line
     rotations = [line for line in lines if line["name"] == "_qk_norm_rope_kv_write_kernel"]
     all_decodes = [line for line in lines if line["name"] == "_decode_kernel"]
     decodes = [line for line in all_decodes if line["stores_before"] == 0]

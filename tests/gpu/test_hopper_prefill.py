@@ -38,6 +38,7 @@ BATCHES = {
     "whole tiles": [(256, 256), (512, 512), (64, 256), (128, 128)],
     "chunks": [(1000, 3000), (1, 2), (31, 4096), (2048, 2300)],
     "one token": [(1, 1)],
+    "nothing to see": [(5, 0), (40, 40), (3, 0)],
     "many": [(300 - i, 300 + i) for i in range(40)],
 }
 
@@ -91,16 +92,34 @@ def test_nothing_is_written_beside_its_rows(
     assert not room[300 + num_skipped : -300].isnan().any()
 
 
-@pytest.mark.parametrize("num_decodes", [3, 4, 60])
-def test_decodes_in_front_of_a_long_prompt(num_decodes: int) -> None:
+@pytest.mark.parametrize("heads", [(32, 8, 128), (28, 4, 128)], ids=str)
+@pytest.mark.parametrize("num_decodes", [3, 4, 5, 17, 60])
+def test_decodes_in_front_of_a_long_prompt(num_decodes: int, heads: tuple[int, int, int]) -> None:
     draw = random.Random(num_decodes)
     requests = [(1, draw.randint(1, 2000)) for _ in range(num_decodes)]
     requests += [(LEAST_TOKENS, LEAST_TOKENS + 100), (77, 77)]
-    case = attention_case(requests, HEADS[0], torch.bfloat16, 1, 9)
+    case = attention_case(requests, heads, torch.bfloat16, 1, 9)
     batch = case.batch._replace(num_decodes=num_decodes)
     assert serves(case.q, case.k_cache, batch, num_decodes)
     poison(case.q.shape, case.q.dtype)
     out = paged_attention(case.q, case.k_cache, case.v_cache, batch, case.scale, "triton")
+    check_attention(case, out)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        ((14, 2, 64), torch.bfloat16),
+        ((16, 4, 256), torch.bfloat16),
+        ((71, 1, 128), torch.bfloat16),
+        ((16, 8, 128), torch.float32),
+    ],
+    ids=str,
+)
+def test_other_shapes_are_left_to_its_twin(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    case = attention_case([(1100, 1100)], heads, dtype)
+    assert not serves(case.q, case.k_cache, case.batch, 0)
+    out = paged_attention(case.q, case.k_cache, case.v_cache, case.batch, case.scale, "triton")
     check_attention(case, out)
 
 

@@ -21,6 +21,7 @@ from kernel_cases import (
 from nanorunner.kernels.attention import paged_attention
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.decode_attention import DecodePlan, decode_attention
+from nanorunner.kernels.hopper_prefill import hopper_prefill_attention, serves_shape
 from nanorunner.kernels.join_shares import share_counters
 from nanorunner.kernels.rms_norm import (
     add_rms_norm,
@@ -159,6 +160,9 @@ def test_the_last_slot_of_a_pool_above_2_to_the_31_elements() -> None:
             k_cache=k_cache, v_cache=v_cache, batch=small.batch._replace(block_tables=table)
         )
         check_attention(case, run(case))
+        if serves_shape(case.q, k_cache):
+            out = hopper_prefill_attention(case.q, k_cache, v_cache, case.batch, case.scale)
+            check_attention(case, out)
 
 
 def test_a_captured_graph_follows_lengths_that_only_the_device_knows() -> None:

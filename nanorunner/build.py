@@ -112,7 +112,8 @@ def _agree_on_blocks(rooms: list[KvRoom], config: RunnerConfig) -> int:
             f"{room.block_bytes / GIB:.3f} GiB and {max(room.room_bytes, 0) / GIB:.3f} GiB are "
             f"left; raise --gpu-memory-utilization ({config.gpu_memory_utilization:g}) or "
             f"--kv-cache-gib, or lower --max-num-seqs ({config.max_num_seqs}) or "
-            f"--max-num-batched-tokens ({config.max_num_batched_tokens})"
+            f"--max-num-batched-tokens ({config.max_num_batched_tokens}); a warning above names "
+            "memory that other programs have, if they do"
         )
     if room.num_blocks * BLOCK_SIZE < config.max_model_len:
         logger.warning(

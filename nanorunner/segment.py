@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import secrets
+import shutil
 import time
 from multiprocessing import resource_tracker
 from multiprocessing.shared_memory import SharedMemory
@@ -35,7 +36,7 @@ class Segment:
     """
 
     def __init__(self) -> None:
-        """Make the segment; RuntimeError where shared memory is no file (only Linux has that)."""
+        """Make the segment; RuntimeError where shared memory is no file, or has no room for it."""
         if not FOLDER.is_dir():
             raise RuntimeError("tp 2 and more need Linux or WSL2 (no /dev/shm here); use tp 1")
         remove_stale()
@@ -43,8 +44,17 @@ class Segment:
         resource_tracker.ensure_running()
         name = PREFIX + secrets.token_hex(16)
         self._memory = SharedMemory(name=name, create=True, size=SEGMENT_BYTES)  # mode 0600
-        self.fd = os.open(FOLDER / name, os.O_RDWR)
-        self._memory.unlink()
+        self.fd = -1
+        try:
+            self.fd = os.open(FOLDER / name, os.O_RDWR)
+            # Making it took no page yet. Where none is left, the first write would be a SIGBUS.
+            os.posix_fallocate(self.fd, 0, SEGMENT_BYTES)
+        except OSError as error:
+            self.close_descriptor()
+            self._memory.close()
+            raise RuntimeError(_no_room(error)) from error
+        finally:
+            self._memory.unlink()
         buffer = self._memory.buf
         assert buffer is not None, "open memory has a buffer"
         self.buffer: memoryview = buffer
@@ -60,6 +70,15 @@ class Segment:
         self.close_descriptor()
         self.buffer.release()
         self._memory.close()
+
+
+def _no_room(error: OSError) -> str:
+    free = shutil.disk_usage(FOLDER).free
+    return (
+        f"tp 2 and more need {SEGMENT_BYTES:,} bytes of shared memory, {FOLDER} has {free:,} free "
+        f"({error.strerror}); remove what others left there, or give the container more "
+        "(docker run --shm-size=1g, or --ipc=host)"
+    )
 
 
 def remove_stale() -> None:

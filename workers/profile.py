@@ -20,6 +20,7 @@ from nanorunner.workers.proposer import Proposer
 
 GIB, MIB = 1 << 30, 1 << 20
 MARGIN_BYTES = 64 << 20  # fragmentation between the rehearsal and the real thing
+MOST_OUTSIDE_BYTES = 4 << 30  # of NCCL, kernels and the like; more is presumably another program's
 
 logger = logging.getLogger("nanorunner")
 
@@ -124,6 +125,14 @@ def _gpu_room(runner: Profiled) -> int:
     now = device.memory()
     # NCCL, kernels and the like: gone from the driver, not in PyTorch's books
     outside = max(0, (before.free - now.free) - (now.reserved - before.reserved))
+    if outside > MOST_OUTSIDE_BYTES:
+        logger.warning(
+            "r%d: %.1f GiB of the GPU went while this engine started, and it did not take them: "
+            "does another program start on it? Its memory counts as this engine's now, and the KV "
+            "cache gets less; start them one after the other",
+            runner.rank,
+            outside / GIB,
+        )
     share = int(now.total * config.gpu_memory_utilization)
     room = share - peak - outside - graph_bytes - MARGIN_BYTES
     headroom = now.free - (peak - torch.cuda.memory_allocated()) - graph_bytes - MARGIN_BYTES

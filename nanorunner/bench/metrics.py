@@ -37,8 +37,8 @@ LATENCIES = {
     "the queue included",
     "tpot": "time per output token: (last id - first id) / (ids - 1) of a request; requests of one "
     "id have none",
-    "itl": "inter-token latency: each gap between two ids of a request as they reached the caller, "
-    "all requests together",
+    "itl": "inter-token latency: each gap between two arrivals of ids of a request at the caller, "
+    "all requests together; ids that came together, as with speculation, are one arrival",
     "e2e": "end to end: from a request's arrival to its last id at the caller",
     "handover": "from a request's arrival to its hand-over to the engine, which takes requests "
     "between two steps; a part of TTFT",
@@ -90,7 +90,7 @@ METRICS: dict[str, Metric] = {**RATE_METRICS, **LATENCY_METRICS, **RESOURCE_METR
 SLO_DEFINITIONS = {
     "ttft": "its TTFT",
     "tpot": "its TPOT",
-    "itl": "the largest gap between two of its ids",
+    "itl": "the largest gap between two arrivals of its ids",
     "e2e": "its end-to-end time",
 }
 
@@ -157,11 +157,11 @@ def pass_metrics(
 def request_latencies(record: RequestRecord) -> dict[str, Seconds]:
     """Return a finished request's samples in seconds, by the names of LATENCIES; "itl" has many."""
     times = np.asarray(record.token_times_s, dtype=np.float64)
-    gaps = np.diff(times)
+    gaps, waits = np.diff(times), np.diff(np.unique(times))
     return {
         "ttft": times[:1] - record.arrival_s,
         "tpot": gaps.sum(keepdims=True) / gaps.size if gaps.size else gaps,
-        "itl": gaps,
+        "itl": waits,
         "e2e": times[-1:] - record.arrival_s,
         "handover": np.array([record.handover_s - record.arrival_s]),
     }

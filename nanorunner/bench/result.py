@@ -1,7 +1,7 @@
 """The form of a result: one JSON object, the same for latency, throughput and load.
 
     {
-      "schema": 1,                    raised when a key changes its meaning
+      "schema": 2,                    raised when a key changes its meaning
       "kind": "latency" | "throughput" | "load",
       "command": "python -m nanorunner bench ...",
       "time": "2026-11-30T01:02:03+00:00",            when the first repeat began, UTC
@@ -63,7 +63,7 @@ from nanorunner.bench.metrics import LATENCIES, METRICS
 from nanorunner.bench.steps import prediction_lines
 from nanorunner.step_times import step_lines
 
-SCHEMA = 1
+SCHEMA = 2  # since 2 ids that arrive together are one arrival of itl_ms_*
 INCLUDES = {"tokenizer": False, "scheduler": True, "rpc": True, "forward": True, "sampler": True}
 ROW = "{:<30} {:>13} {:>13} {:>13}  {:<11} {:>9}"
 NUM_ERRORS_SHOWN = 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -47,6 +48,12 @@ def nearest_two(samples: Sequence[float], share: float) -> float:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
+def gaps(record: RequestRecord) -> list[float]:
+    """The waits between arrivals of ids; those that came together are one arrival."""
+    arrivals = sorted(set(record.token_times_s))
+    return [b - a for a, b in itertools.pairwise(arrivals)]
+
+
 def same(value: float) -> object:
     return pytest.approx(value, rel=1e-9, abs=1e-9)
 
@@ -67,9 +74,7 @@ def test_every_figure_is_what_its_definition_says(records: list[RequestRecord]) 
         "ttft": [r.token_times_s[0] - r.arrival_s for r in done],
         "e2e": [r.token_times_s[-1] - r.arrival_s for r in done],
         "tpot": [(r.token_times_s[-1] - r.token_times_s[0]) / (len(r.token_ids) - 1) for r in long],
-        "itl": [
-            b - a for r in long for a, b in zip(r.token_times_s, r.token_times_s[1:], strict=False)
-        ],
+        "itl": [gap for r in done for gap in gaps(r)],
     }
     for name, pool in pools.items():
         if not pool:
@@ -81,6 +86,24 @@ def test_every_figure_is_what_its_definition_says(records: list[RequestRecord]) 
         assert values[f"{name}_ms_mean"] == same(1000 * sum(pool) / len(pool))
 
 
+def test_ids_that_come_together_are_one_arrival_and_as_many_tokens() -> None:
+    """Ten ids in five steps of two, 10 ms apart, as with drafts that come true."""
+    times_s = [0.01 * step for step in range(1, 6) for _ in range(2)]
+    record = RequestRecord(
+        input_tokens=1,
+        arrival_s=0.0,
+        handover_s=0.0,
+        token_times_s=times_s,
+        token_ids=[7] * 10,
+        finish_reason="length",
+    )
+    values, samples = pass_metrics([record], 1.0, tp=1, slo_ms={})
+    assert samples["itl_ms_p50"] == 4
+    assert values["itl_ms_p50"] == same(10.0)
+    assert values["itl_ms_mean"] == same(10.0)
+    assert values["tpot_ms_mean"] == same(40 / 9)
+
+
 @given(st.lists(a_request(), max_size=6), st.floats(1.0, 5000.0), st.floats(1.0, 5000.0))
 def test_goodput_counts_who_met_every_limit_and_never_grows_with_another_one(
     records: list[RequestRecord], ttft: float, itl: float
@@ -90,14 +113,7 @@ def test_goodput_counts_who_met_every_limit_and_never_grows_with_another_one(
 
     done = [r for r in records if r.finish_reason in ("length", "stop")]
     by_ttft = [r for r in done if 1000 * (r.token_times_s[0] - r.arrival_s) <= ttft]
-    both = [
-        r
-        for r in by_ttft
-        if all(
-            1000 * (b - a) <= itl
-            for a, b in zip(r.token_times_s, r.token_times_s[1:], strict=False)
-        )
-    ]
+    both = [r for r in by_ttft if all(1000 * gap <= itl for gap in gaps(r))]
     assert goodput(ttft=ttft) == len(by_ttft)
     assert goodput(ttft=ttft, itl=itl) == len(both) <= goodput(itl=itl)
 

@@ -36,7 +36,7 @@ class Segment:
     """
 
     def __init__(self) -> None:
-        """Make the segment; RuntimeError where shared memory is no file, or has no room for it."""
+        """Make the segment; RuntimeError where shared memory is no file, OSError where it is full."""
         if not FOLDER.is_dir():
             raise RuntimeError("tp 2 and more need Linux or WSL2 (no /dev/shm here); use tp 1")
         remove_stale()
@@ -52,7 +52,7 @@ class Segment:
         except OSError as error:
             self.close_descriptor()
             self._memory.close()
-            raise RuntimeError(_no_room(error)) from error
+            raise OSError(_no_room(error)) from error
         finally:
             self._memory.unlink()
         buffer = self._memory.buf

@@ -37,7 +37,7 @@ def test_full_shared_memory_is_refused_in_words_and_nothing_is_left(
     monkeypatch.setattr(secrets, "token_hex", lambda size: name)
     monkeypatch.setattr(os, "posix_fallocate", no_space)
     before = set(os.listdir("/proc/self/fd"))
-    with pytest.raises(RuntimeError, match=r"1,048,576 bytes .* --shm-size=1g"):
+    with pytest.raises(OSError, match=r"1,048,576 bytes .* --shm-size=1g"):
         Segment()
     assert not (FOLDER / (PREFIX + name)).exists()
     assert set(os.listdir("/proc/self/fd")) <= before

@@ -36,7 +36,7 @@ class Segment:
     """
 
     def __init__(self) -> None:
-        """Make the segment; RuntimeError where shared memory is no file, OSError where it is full."""
+        """Make it; RuntimeError where shared memory is no file, OSError where it is full."""
         if not FOLDER.is_dir():
             raise RuntimeError("tp 2 and more need Linux or WSL2 (no /dev/shm here); use tp 1")
         remove_stale()

@@ -10,6 +10,7 @@ Logs go to stderr. Exit codes: 0 all is well, 1 a request failed, 2 refused befo
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
@@ -42,6 +43,9 @@ Commands: run (default), bench, doctor; the workshop: shards, blocks, timeline, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # what the terminal's encoding lacks is written as an escape; no answer is lost for it
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _dispatch(words)
     except KeyboardInterrupt:
@@ -58,8 +62,9 @@ def _dispatch(words: list[str]) -> int:
     if words and not words[0].startswith("-"):
         command = words.pop(0)
         if command not in COMMANDS:
+            tail = did_you_mean(command, COMMANDS)
             print(
-                f"nanorunner: unknown command {command!r}; {did_you_mean(command, COMMANDS)} "
+                f"nanorunner: unknown command {command!r}; {tail}{'' if tail[-1] == '?' else '.'} "
                 f"A prompt is given as --prompt {command!r}.",
                 file=sys.stderr,
             )

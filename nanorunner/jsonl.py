@@ -13,6 +13,7 @@ A line that cannot be served becomes a row with an error; the others go on.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
@@ -45,7 +46,9 @@ class Row:
 def read_rows(lines: Iterable[bytes], defaults: SamplingParams) -> list[Row]:
     """Return a Row for every line that is not blank; params start from `defaults`."""
     rows: list[Row] = []
-    for line in lines:
+    for place, line in enumerate(lines):
+        if place == 0:
+            line = line.removeprefix(codecs.BOM_UTF8)  # editors on Windows write one
         if line.strip():
             rows.append(_read_row(len(rows), line, defaults))
     return rows
@@ -91,7 +94,18 @@ def error_row(row: Row, error: str) -> str:
 
 def _dump(row: Row, **values: Any) -> str:
     own = {} if row.id is None else {"id": row.id}
-    return json.dumps({"index": row.index, **own, **values}, ensure_ascii=False)
+    whole = {"index": row.index, **own, **values}
+    line = json.dumps(whole, ensure_ascii=False)
+    # half a character, in the caller's own id, cannot be written but as an escape
+    return line if line.isascii() or _is_text(line) else json.dumps(whole)
+
+
+def _is_text(line: str) -> bool:
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _read_row(index: int, line: bytes, defaults: SamplingParams) -> Row:
@@ -109,12 +123,16 @@ def _parse(line: bytes) -> dict[str, Any]:
         text = line.decode("utf-8").strip()
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}; write the line in UTF-8") from None
+    if not text:
+        raise ValueError("only spaces; write a prompt")
     if text[0] not in '{"[':
         return {"prompt": text}
     try:
         entry = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON: {error.msg} at character {error.pos + 1}") from None
+    except RecursionError:
+        raise ValueError("not a request: its lists or objects lie too deep in each other") from None
     if isinstance(entry, str):
         return {"prompt": entry}
     if not isinstance(entry, dict):

@@ -101,6 +101,8 @@ def _rows(arguments: Namespace, params: SamplingParams) -> list[Row] | None:
         for its_ids in ids:
             rows.append(Row(index=len(rows), prompt_token_ids=its_ids, params=params))
         return rows
+    if sys.stdin is None:
+        raise ValueError("standard input is closed; give a prompt: --prompt 'Hello'")
     if sys.stdin.isatty():
         return None
     return read_rows(sys.stdin.buffer, params)

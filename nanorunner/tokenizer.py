@@ -40,6 +40,13 @@ class Tokenizer:
         With add_special_tokens the model's own BOS is added, but never a second one: a prompt that
         was rendered by a chat template already starts with it.
         """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"the text holds half a character (U+{ord(text[error.start]):04X}): a byte that is "
+                "not UTF-8, or a cut emoji; write whole characters"
+            ) from None
         ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens)
         if add_special_tokens and self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
             return ids[1:]

@@ -256,6 +256,8 @@ def _change(
     name, separator, written = text.partition("=")
     if not separator or not name:
         raise ValueError(f"--set {text}: write NAME=VALUE, or NAME=[VALUE, VALUE]")
+    if not written.strip():
+        raise ValueError(f"--set {text}: no value; write one, or null to leave the flag out")
     name = name.replace("-", "_")
     value = yaml.safe_load(written)
     if any(name in each for each in listed):

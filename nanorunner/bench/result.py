@@ -51,6 +51,7 @@ the whole pass. Written by write_result() whole or not at all.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import statistics
@@ -94,6 +95,10 @@ def check_writable(path: Path | None) -> None:
         return
     if path.is_dir():
         raise IsADirectoryError(f"{path}: is a folder; name a file in it")
+    if _is_special(path):
+        if not os.access(path, os.W_OK):
+            raise OSError(f"{path}: cannot be written: {os.strerror(errno.EACCES)}")
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.parent):
@@ -103,7 +108,14 @@ def check_writable(path: Path | None) -> None:
 
 
 def write_result(path: Path, result: Mapping[str, Any]) -> None:
-    """Write a result to a file; a reader sees the old file or the whole new one."""
+    """Write a result to a file; a reader sees the old file or the whole new one.
+
+    A link stays a link, and a device or a pipe what it is: that is written to, not replaced.
+    """
+    if _is_special(path):
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        return
+    path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("w", encoding="utf-8") as file:
@@ -112,6 +124,11 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)
+
+
+def _is_special(path: Path) -> bool:
+    """Return whether something is there that is no file: a device, a pipe."""
+    return path.exists() and not path.is_file()
 
 
 def last_line(result: Mapping[str, Any]) -> str:

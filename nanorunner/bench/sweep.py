@@ -47,6 +47,9 @@ from nanorunner.flags import Parser, engine_settings
 
 MAX_ERROR_LINES = 12  # of a failed run's log, kept in its row
 
+# The measuring command has these too, but they measure nothing; --out is the sweep's to give.
+NO_SETTINGS = ("--help", "--definitions", "--out")
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add this command's flags."""
@@ -85,6 +88,8 @@ def run(args: argparse.Namespace, argv: Sequence[str]) -> int:
         if args.dry_run:
             return _dry_run(sweep, runs, args.out)
         journal = Journal(args.out)
+    except BrokenPipeError:
+        raise  # the reader of stdout has left: cli.py's to handle
     except BlockingIOError:
         return _refuse(f"{args.out}: another sweep is writing there; give another folder")
     except (ValueError, OSError) as error:
@@ -113,7 +118,7 @@ def check_points(sweep: Sweep) -> list[str] | None:
         raise ValueError(f"command {sweep.command!r}; {did_you_mean(sweep.command, MEASURING)}")
     parser = _Checker(prog=sweep.command)
     module_of(sweep.command).add_flags(parser)
-    flags = parser.long_flags()
+    flags = [flag for flag in parser.long_flags() if flag not in NO_SETTINGS]
     for run in runs_of(replace(sweep, repeat=1), "", flags):
         try:
             config = make_config(engine_settings(parser.parse([*run.flags])))

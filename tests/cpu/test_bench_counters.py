@@ -13,7 +13,7 @@ import pytest
 from nanorunner.bench.counters import Reading, count
 from nanorunner.bench.metrics import RequestRecord
 from nanorunner.bench.resources import ResourceMeter, host_peak_gib
-from nanorunner.bench.result import write_result
+from nanorunner.bench.result import check_writable, write_result
 from nanorunner.scheduler_stats import SchedulerStats
 from nanorunner.workers.rank_counters import RankCounters
 
@@ -97,3 +97,24 @@ def test_a_result_file_is_replaced_whole_and_leaves_no_draft(tmp_path: Path) -> 
     write_result(path, {"a": 1})
     assert path.read_text() == '{\n "a": 1\n}\n'
     assert os.listdir(tmp_path) == ["result.json"]
+
+
+def test_what_is_no_file_is_written_to_and_a_link_stays_one(tmp_path: Path) -> None:
+    target, link, pipe = tmp_path / "a.json", tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(target)
+    check_writable(link)
+    write_result(link, {"a": 1})
+    assert link.is_symlink()
+    assert target.read_text() == '{\n "a": 1\n}\n'
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        check_writable(pipe)
+        write_result(pipe, {"b": 2})
+        assert os.read(reader, 100) == b'{\n "b": 2\n}\n'
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
+    check_writable(Path(os.devnull))
+    write_result(Path(os.devnull), {"c": 3})
+    assert Path(os.devnull).is_char_device()

@@ -181,3 +181,9 @@ def test_loading_needs_no_torch(folder: Path) -> None:
     subprocess.run(
         [sys.executable, "-c", code, str(folder)], cwd=REPOSITORY, timeout=280, check=True
     )
+
+
+@pytest.mark.parametrize("text", ["\ud83d cut", "caf\udce9"])
+def test_half_a_character_is_refused_in_words(smollm: Tokenizer, text: str) -> None:
+    with pytest.raises(ValueError, match=r"half a character \(U\+D[0-9A-F]{3}\)"):
+        smollm.encode(text)

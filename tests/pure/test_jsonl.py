@@ -7,7 +7,7 @@ from dataclasses import fields
 
 from nanorunner.cli import run_parser
 from nanorunner.flags import sampling_params
-from nanorunner.jsonl import LEAST_LOGPROB, read_rows, result_row
+from nanorunner.jsonl import LEAST_LOGPROB, error_row, read_rows, result_row
 from nanorunner.logprobs import Logprob
 from nanorunner.outputs import CompletionOutput, RequestOutput
 from nanorunner.sampling_params import SamplingParams
@@ -37,6 +37,32 @@ def test_a_wrong_setting_is_the_error_of_its_own_line() -> None:
     assert "logit_bias" in errors[0]
     assert "min_p 'much': is str, use float" in errors[1]
     assert errors[2] == ""
+
+
+def test_lines_that_hold_no_request_are_rows_of_their_own() -> None:
+    spaces, deep = "\u3000\u00a0".encode(), b"[" * 100_000
+    lines = [b"good", b" " + spaces + b"\n", deep, b'{"prompt": "good too"}', b"caf\xe9"]
+    rows = read_rows(lines, SamplingParams())
+    assert [row.prompt for row in rows if not row.error] == ["good", "good too"]
+    errors = [row.error for row in rows if row.error]
+    assert [text.split(";")[0].split(":")[0] for text in errors] == [
+        "only spaces",
+        "not a request",
+        "not UTF-8 at byte 3",
+    ]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line() -> None:
+    lines = [b'\xef\xbb\xbf{"prompt": "a", "max_tokens": 2}\n', b"b"]
+    first, second = read_rows(lines, SamplingParams())
+    assert first.params is not None
+    assert (first.prompt, first.params.max_tokens, second.prompt) == ("a", 2, "b")
+
+
+def test_an_id_of_half_a_character_is_written_in_ascii() -> None:
+    (row,) = read_rows([b'{"prompt": "a", "id": "\\ud83d"}'], SamplingParams())
+    line = error_row(row, "no")
+    assert json.loads(line.encode()) == {"index": 0, "id": "\ud83d", "error": "no"}
 
 
 def test_completions_and_log_probabilities_are_written_as_plain_json() -> None:

@@ -221,3 +221,15 @@ def test_a_setting_that_the_command_refuses_is_refused_before_the_first_point(
         assert reason in printed.err
         assert printed.out == ""
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("change", ["tp=", "help=true", "definitions=true", "out=x.json"])
+def test_a_change_that_would_measure_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: str
+) -> None:
+    """A script's empty variable, and flags that are no settings."""
+    out = tmp_path / "out"
+    assert main(["sweep", "smoke", "--out", str(out), "--dry-run", "--set", change]) == 2
+    error = capsys.readouterr().err
+    assert "no value" in error or "unknown setting" in error
+    assert not out.exists()

@@ -230,6 +230,23 @@ def _resolve_kv_cache(
     return limit
 
 
+def _asked_cache_bytes(
+    config: Config, model: ModelConfig, speculation: Speculation | None
+) -> float:
+    """Return the bytes that --num-blocks or --kv-cache-gib ask for on all ranks; 0 for neither.
+
+    No more blocks are made than profile.py makes at the most: twice the longest of all requests.
+    """
+    assert config.max_model_len is not None, "the length is resolved before the KV cache"
+    block = BLOCK_SIZE * kv_token_bytes(model, config.dtype)
+    if speculation is not None and speculation.draft is not None:
+        block += BLOCK_SIZE * kv_token_bytes(speculation.draft, config.dtype)
+    if config.num_blocks is not None:
+        return config.num_blocks * block
+    most = 2 * config.max_num_seqs * -(-config.max_model_len // BLOCK_SIZE) * block
+    return min((config.kv_cache_gib or 0) * GIB * config.tp, most)
+
+
 def kv_token_bytes(model: ModelConfig, dtype: str) -> int:
     """Return the bytes of K and V of one token, all layers, at tp 1."""
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * ITEM_BYTES[dtype]
@@ -260,6 +277,13 @@ def _check_memory(
                 f"{weights / GIB:.1f} GiB in "
                 f"{config.dtype}, but {machine.free_memory_bytes / GIB:.1f} GiB of memory are "
                 f"free; use a smaller model or a narrower --dtype"
+            )
+        cache = _asked_cache_bytes(config, model, speculation)
+        if cache > machine.free_memory_bytes:
+            raise ValueError(
+                f"the KV cache that is asked for takes {cache / GIB:.1f} GiB on {config.tp} "
+                f"rank(s), but {machine.free_memory_bytes / GIB:.1f} GiB of memory are free; lower "
+                "--kv-cache-gib or --num-blocks"
             )
         return
     gpu = machine.gpus[0]

@@ -67,6 +67,8 @@ REFUSED: list[tuple[Machine, dict[str, Any], list[str]]] = [
         {**QWEN, "speculative": "draft", "draft_model": "tiny-qwen3"},
         ["tiny-qwen3: its vocabulary has 1003 ids", "151936", "same tokenizer"],
     ),
+    (LAPTOP, {**QWEN, "kv_cache_gib": 5.0, "tp": 2}, ["takes 10.0 GiB on 2 rank(s)", "8.0 GiB"]),
+    (LAPTOP, {**QWEN, "num_blocks": 10**6}, ["KV cache that is asked for", "--num-blocks"]),
     (LAPTOP, {"model": "qwen3-0.6b"}, ["is a preset", "--load-format dummy"]),
     (LAPTOP, {"model": "qwen3-06b"}, ["did you mean qwen3-0.6b?"]),
     (LAPTOP, {"model": "/nowhere/model"}, ["no such folder"]),

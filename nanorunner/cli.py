@@ -34,8 +34,8 @@ ABOUT = "A tensor-parallel LLM inference runtime to read, to measure and to keep
 RUN_HELP = """\
 With --prompt it prints the completion; on a terminal it opens a chat shell; from a pipe it reads
 one request a line (plain text, or JSON such as {"prompt": "Hello", "max_tokens": 8}) up to its end,
-and then writes one JSON line for each, in the same order. An instruct model gets a prompt as a user's message, by
-its own chat template; --raw completes the text as it stands.
+and then writes one JSON line for each, in the same order. An instruct model gets a prompt as a
+user's message, by its own chat template; --raw completes the text as it stands.
 Exit codes: 0 done, 1 a request failed, 2 refused before the start, 3 a rank died, 130 Ctrl-C.
 Commands: run (default), bench, doctor; the workshop: shards, blocks, timeline, faults, check."""
 

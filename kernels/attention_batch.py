@@ -29,3 +29,10 @@ class AttentionBatch(NamedTuple):
     places_share_kv: bool = False
     is_even: bool = False  # no request is much longer than the others; only a matter of speed
     num_decodes: int = 0  # so many requests in front have one token; 0 is always right, only slower
+
+
+def assert_layout(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    """Assert what an attention kernel takes for granted of memory; q's rows may be strided."""
+    assert q[0:1].is_contiguous(), "the heads of a q row must lie side by side"
+    assert k_cache.is_contiguous(), "the K cache must be contiguous"
+    assert v_cache.is_contiguous(), "the V cache must be contiguous"

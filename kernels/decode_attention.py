@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.attention_batch import AttentionBatch, assert_layout
 from nanorunner.kernels.join_shares import share_counters, share_of_split, write_share
 from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
 from nanorunner.kernels.triton_support import jit, next_power_of_two, num_processors, tl
@@ -128,9 +128,7 @@ def decode_attention(
     """
     num_reqs, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
-    assert q[0:1].is_contiguous(), "the heads of a q row must lie side by side"
-    assert k_cache.is_contiguous(), "the K cache must be contiguous"
-    assert v_cache.is_contiguous(), "the V cache must be contiguous"
+    assert_layout(q, k_cache, v_cache)
     if out is None:
         out = torch.empty((num_reqs, num_heads, head_dim), dtype=q.dtype, device=q.device)
     assert out.is_contiguous(), "the output must be contiguous"

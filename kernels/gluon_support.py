@@ -11,11 +11,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from nanorunner.kernels.triton_support import MissingKernel, is_compiling_only
+from nanorunner.kernels.triton_support import MissingKernel, kernel_type
 
 try:
     from triton.experimental import gluon
     from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonJITFunction
     from triton.experimental.gluon.language.nvidia.hopper import (
         fence_async_shared,
         mbarrier,
@@ -25,16 +26,14 @@ try:
     )
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    # one thread asks the memory engine for a tile; before Triton 3.8 it had the longer name
+    # one thread asks the memory engine for a tile; Triton 3.6 has the longer name
     load_tile = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+    # the decorator of what the compiler itself calls, for a layout
+    constexpr_function: Callable[[Any], Any] = gluon.constexpr_function
 except (ImportError, AttributeError):  # no Triton, or one whose Gluon is another: has_gluon()
-    gluon = gl = mbarrier = TensorDescriptor = load_tile = None
+    gl = mbarrier = TensorDescriptor = GluonJITFunction = load_tile = None
     fence_async_shared = warpgroup_mma = warpgroup_mma_wait = None
-
-# The decorator of what the compiler itself calls, for a layout; nothing does so without Gluon.
-constexpr_function: Callable[[Any], Any] = (
-    functools.cache if gluon is None else gluon.constexpr_function
-)
+    constexpr_function = functools.cache  # of what nobody will call
 
 __all__ = [
     "TensorDescriptor",
@@ -57,20 +56,10 @@ def has_gluon() -> bool:
 
 def gluon_jit(counts: tuple[str, ...] = (), tables: tuple[str, ...] = ()) -> Callable[[Any], Any]:
     """Return the decorator of a kernel in Gluon; counts and tables as in triton_support.jit()."""
-    if gluon is None:
+    if not has_gluon():
         return lambda function: MissingKernel(function.__name__)
     return functools.partial(
-        _kernel_type(), do_not_specialize=list(counts), do_not_specialize_on_alignment=list(tables)
+        kernel_type(GluonJITFunction),
+        do_not_specialize=list(counts),
+        do_not_specialize_on_alignment=list(tables),
     )
-
-
-@functools.cache
-def _kernel_type() -> Any:
-    """Return Gluon's kernel type, whose launches heed compiling_only()."""
-    from triton.experimental.gluon._runtime import GluonJITFunction
-
-    class Kernel(GluonJITFunction):  # type: ignore[misc]  # Triton has no types
-        def __getitem__(self, grid: Any) -> Callable[..., Any]:
-            return functools.partial(self.run, grid=grid, warmup=is_compiling_only())
-
-    return Kernel

@@ -20,9 +20,9 @@ import logging
 
 import torch
 
-from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.attention_batch import AttentionBatch, assert_layout
 from nanorunner.kernels.gluon_support import TensorDescriptor, gl, has_gluon
-from nanorunner.kernels.hopper_prefill_kernel import hopper_prefill_kernel
+from nanorunner.kernels.hopper_prefill_kernel import MATRIX_ROWS, hopper_prefill_kernel
 from nanorunner.kernels.pdl import can_overlap, launch_options
 from nanorunner.kernels.prefill_attention import LOG2_E
 from nanorunner.kernels.triton_support import num_processors
@@ -31,7 +31,6 @@ logger = logging.getLogger("nanorunner")
 
 HOPPER = (9, 0)  # its matrix instructions exist on no other kind
 HEAD_DIM = 128
-GROUP_ROWS = 64  # of a group of four warps, as in the kernel
 NUM_GROUPS = 2
 TILE = 64  # KV tokens a turn
 NUM_STAGES = 3  # tiles of K and of V in shared memory
@@ -46,7 +45,7 @@ def serves_shape(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     return (
         head_dim == HEAD_DIM
         and q.element_size() == 2
-        and q.shape[1] // num_kv_heads <= GROUP_ROWS
+        and q.shape[1] // num_kv_heads <= MATRIX_ROWS
         and k_cache.shape[1] % TILE == 0
         and _has_instructions(q.device)
     )
@@ -59,7 +58,7 @@ def serves(q: torch.Tensor, k_cache: torch.Tensor, batch: AttentionBatch, num_sk
     """
     num_tokens = q.shape[0] - num_skipped
     num_reqs = batch.seq_lens.shape[0] - num_skipped
-    tile_tokens = NUM_GROUPS * GROUP_ROWS * k_cache.shape[2] // q.shape[1]
+    tile_tokens = NUM_GROUPS * MATRIX_ROWS * k_cache.shape[2] // q.shape[1]
     return num_tokens >= max(LEAST_TOKENS, num_reqs * tile_tokens) and serves_shape(q, k_cache)
 
 
@@ -95,12 +94,10 @@ def hopper_prefill_attention(
     group = num_heads // num_kv_heads
     assert head_dim == HEAD_DIM, "made for heads of 128"
     assert block_tokens % TILE == 0, "a tile lies in one block"
-    assert group <= GROUP_ROWS, "a token's heads fit a group of warps"
-    assert q[0:1].is_contiguous(), "the heads of a q row must lie side by side"
-    assert k_cache.is_contiguous(), "the K cache must be contiguous"
-    assert v_cache.is_contiguous(), "the V cache must be contiguous"
+    assert group <= MATRIX_ROWS, "a token's heads fit a group of warps"
+    assert_layout(q, k_cache, v_cache)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
-    group_tokens = GROUP_ROWS // group
+    group_tokens = MATRIX_ROWS // group
     tokens = NUM_GROUPS * group_tokens
     # As in prefill_attention: a bound known without the lengths, and one more for the padding.
     first_tile = num_skipped // tokens

@@ -33,7 +33,8 @@ from nanorunner.kernels.hopper_prefill_items import item_of, locate, num_rounds
 from nanorunner.kernels.pdl import gdc_launch_dependents, gdc_wait
 from nanorunner.kernels.triton_support import constant
 
-GROUP_ROWS = constant(64)  # of a group of four warps: what one matrix instruction takes
+MATRIX_ROWS = 64  # of a group of four warps: what one matrix instruction takes
+GROUP_ROWS = constant(MATRIX_ROWS)
 # A thread's registers: what the fetching warp gives up, the groups have.
 FETCHING_REGISTERS = constant(24)
 GROUP_REGISTERS = constant(240)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.attention_batch import AttentionBatch, assert_layout
 from nanorunner.kernels.pdl import can_overlap, gdc_launch_dependents, gdc_wait, launch_options
 from nanorunner.kernels.triton_support import jit, next_power_of_two, shared_bytes, tl
 
@@ -93,9 +93,7 @@ def prefill_attention(
     num_tokens, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
     num_reqs = batch.seq_lens.shape[0] - num_skipped
-    assert q[0:1].is_contiguous(), "the heads of a q row must lie side by side"
-    assert k_cache.is_contiguous(), "the K cache must be contiguous"
-    assert v_cache.is_contiguous(), "the V cache must be contiguous"
+    assert_layout(q, k_cache, v_cache)
     out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if num_tokens == 0:
         return out

@@ -30,6 +30,7 @@ __all__ = [
     "constant",
     "is_compiling_only",
     "jit",
+    "kernel_type",
     "next_power_of_two",
     "num_processors",
     "shared_bytes",
@@ -85,17 +86,17 @@ def jit(counts: tuple[str, ...] = (), tables: tuple[str, ...] = ()) -> Callable[
     """
     if triton is None:
         return lambda function: MissingKernel(function.__name__)
-    make = triton.jit if triton.knobs.runtime.interpret else _kernel_type()
+    make = triton.jit if triton.knobs.runtime.interpret else kernel_type(triton.JITFunction)
     return functools.partial(
         make, do_not_specialize=list(counts), do_not_specialize_on_alignment=list(tables)
     )
 
 
 @functools.cache
-def _kernel_type() -> Any:
-    """Return Triton's kernel type, whose launches heed compiling_only()."""
+def kernel_type(base: Any) -> Any:
+    """Return a subclass of Triton's or Gluon's kernel type; its launches heed compiling_only()."""
 
-    class Kernel(triton.JITFunction):  # type: ignore[misc]  # Triton has no types
+    class Kernel(base):  # type: ignore[misc]  # Triton has no types
         def __getitem__(self, grid: Any) -> Callable[..., Any]:
             return functools.partial(self.run, grid=grid, warmup=_compiles_only.get())
 

@@ -43,7 +43,7 @@ Commands: run (default), bench, doctor; the workshop: shards, blocks, timeline, 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         # what the terminal's encoding lacks is written as an escape; no answer is lost for it
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -96,16 +97,11 @@ def _dump(row: Row, **values: Any) -> str:
     own = {} if row.id is None else {"id": row.id}
     whole = {"index": row.index, **own, **values}
     line = json.dumps(whole, ensure_ascii=False)
-    # half a character, in the caller's own id, cannot be written but as an escape
-    return line if line.isascii() or _is_text(line) else json.dumps(whole)
-
-
-def _is_text(line: str) -> bool:
     try:
-        line.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        line.encode(getattr(sys.stdout, "encoding", None) or "utf-8")
+    except UnicodeEncodeError:  # a terminal's few letters, or half a character in the caller's id
+        return json.dumps(whole)
+    return line
 
 
 def _read_row(index: int, line: bytes, defaults: SamplingParams) -> Row:

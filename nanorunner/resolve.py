@@ -216,13 +216,7 @@ def _resolve_kv_cache(
     if config.device == "cuda" and not config.share_gpu:
         notes.append(f"KV cache: what is left of {config.gpu_memory_utilization:.0%} of each GPU")
         return None
-    assert config.max_model_len is not None, "the length is resolved before the KV cache"
-    blocks = config.max_num_seqs * -(-config.max_model_len // BLOCK_SIZE)
-    token_bytes = kv_token_bytes(model, config.dtype)
-    if speculation is not None and speculation.draft is not None:
-        token_bytes += kv_token_bytes(speculation.draft, config.dtype)
-    widest = blocks * BLOCK_SIZE * token_bytes
-    limit = min(GIB, widest)
+    limit = min(GIB, _longest_blocks(config) * _block_bytes(config, model, speculation))
     reason = " (of a shared GPU no rank can tell what is left)" if config.share_gpu else ""
     notes.append(
         f"KV cache at most {limit / GIB:.2g} GiB a rank{reason}; --kv-cache-gib changes it"
@@ -237,14 +231,25 @@ def _asked_cache_bytes(
 
     No more blocks are made than profile.py makes at the most: twice the longest of all requests.
     """
-    assert config.max_model_len is not None, "the length is resolved before the KV cache"
-    block = BLOCK_SIZE * kv_token_bytes(model, config.dtype)
-    if speculation is not None and speculation.draft is not None:
-        block += BLOCK_SIZE * kv_token_bytes(speculation.draft, config.dtype)
+    block_bytes = _block_bytes(config, model, speculation)
     if config.num_blocks is not None:
-        return config.num_blocks * block
-    most = 2 * config.max_num_seqs * -(-config.max_model_len // BLOCK_SIZE) * block
+        return config.num_blocks * block_bytes
+    most = 2 * _longest_blocks(config) * block_bytes
     return min((config.kv_cache_gib or 0) * GIB * config.tp, most)
+
+
+def _longest_blocks(config: Config) -> int:
+    """Return the blocks that all requests at their longest fill."""
+    assert config.max_model_len is not None, "the length is resolved before the KV cache"
+    return config.max_num_seqs * -(-config.max_model_len // BLOCK_SIZE)
+
+
+def _block_bytes(config: Config, model: ModelConfig, speculation: Speculation | None) -> int:
+    """Return the bytes of a block, a draft model's with it, at tp 1."""
+    token_bytes = kv_token_bytes(model, config.dtype)
+    if speculation is not None and speculation.draft is not None:
+        token_bytes += kv_token_bytes(speculation.draft, config.dtype)
+    return BLOCK_SIZE * token_bytes
 
 
 def kv_token_bytes(model: ModelConfig, dtype: str) -> int:

@@ -47,12 +47,11 @@ class Segment:
         self.fd = -1
         try:
             self.fd = os.open(FOLDER / name, os.O_RDWR)
-            # Making it took no page yet. Where none is left, the first write would be a SIGBUS.
-            os.posix_fallocate(self.fd, 0, SEGMENT_BYTES)
-        except OSError as error:
+            _reserve(self.fd)
+        except OSError:
             self.close_descriptor()
             self._memory.close()
-            raise OSError(_no_room(error)) from error
+            raise
         finally:
             self._memory.unlink()
         buffer = self._memory.buf
@@ -72,13 +71,17 @@ class Segment:
         self._memory.close()
 
 
-def _no_room(error: OSError) -> str:
-    free = shutil.disk_usage(FOLDER).free
-    return (
-        f"tp 2 and more need {SEGMENT_BYTES:,} bytes of shared memory, {FOLDER} has {free:,} free "
-        f"({error.strerror}); remove what others left there, or give the container more "
-        "(docker run --shm-size=1g, or --ipc=host)"
-    )
+def _reserve(fd: int) -> None:
+    """Take the segment's pages: making it took none, and a write to a missing one is a SIGBUS."""
+    try:
+        os.posix_fallocate(fd, 0, SEGMENT_BYTES)
+    except OSError as error:
+        free = shutil.disk_usage(FOLDER).free
+        raise OSError(
+            f"tp 2 and more need {SEGMENT_BYTES:,} bytes of shared memory, {FOLDER} has {free:,} "
+            f"free ({error.strerror}); remove what others left there, or give the container more "
+            "(docker run --shm-size=1g, or --ipc=host)"
+        ) from error
 
 
 def remove_stale() -> None:

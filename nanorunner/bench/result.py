@@ -100,8 +100,9 @@ def check_writable(path: Path | None) -> None:
             raise OSError(f"{path}: cannot be written: {os.strerror(errno.EACCES)}")
         return
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path.parent):
+        folder = path.resolve().parent  # a link's file is replaced where it lies
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
             pass  # there is room for a name; the file has gone already
     except OSError as error:
         raise OSError(f"{path}: cannot be written: {error.strerror or error}") from error
@@ -112,15 +113,15 @@ def write_result(path: Path, result: Mapping[str, Any]) -> None:
 
     A link stays a link, and a device or a pipe what it is: that is written to, not replaced.
     """
+    text = json.dumps(result, indent=1) + "\n"
     if _is_special(path):
-        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
         return
     path = path.resolve()
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with draft.open("w", encoding="utf-8") as file:
-        json.dump(result, file, indent=1)
-        file.write("\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     draft.replace(path)

@@ -132,10 +132,9 @@ def test_others_that_leave_too_little_are_named(caplog: pytest.LogCaptureFixture
 
 
 def test_memory_that_goes_meanwhile_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    room, warnings = room_of(caplog, utilization=0.35, meanwhile=15)
     alone, _ = room_of(caplog, utilization=0.35)
+    room, warnings = room_of(caplog, utilization=0.35, meanwhile=15)
     assert room.room_bytes == alone.room_bytes - 15 * GIB
-    _, warnings = room_of(caplog, utilization=0.35, meanwhile=15)
     assert len(warnings) == 1
     assert "17.0 GiB of the GPU went while this engine started" in warnings[0]
     nothing, _ = room_of(caplog, utilization=0.2, meanwhile=40)

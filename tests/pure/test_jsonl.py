@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from dataclasses import fields
+
+import pytest
 
 from nanorunner.cli import run_parser
 from nanorunner.flags import sampling_params
@@ -63,6 +67,15 @@ def test_an_id_of_half_a_character_is_written_in_ascii() -> None:
     (row,) = read_rows([b'{"prompt": "a", "id": "\\ud83d"}'], SamplingParams())
     line = error_row(row, "no")
     assert json.loads(line.encode()) == {"index": 0, "id": "\ud83d", "error": "no"}
+
+
+def test_a_narrow_stdout_gets_json_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,) = read_rows([b"a"], SamplingParams())
+    assert error_row(row, "caf\u00e9").isascii() is False
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    line = error_row(row, "caf\u00e9")
+    assert line.isascii()
+    assert json.loads(line) == {"index": 0, "error": "caf\u00e9"}
 
 
 def test_completions_and_log_probabilities_are_written_as_plain_json() -> None:

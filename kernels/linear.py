@@ -1,9 +1,10 @@
 """The projections: x @ weight.T + bias, with weights repacked once for the CPU.
 
-On a GPU this is cuBLAS. On a CPU, plain row-major weights cost a decode step of a few rows twice
-the time, because the library lays them out anew on every call. So the decoder packs each weight
-once, after loading, into oneDNN's blocked layout. SmolLM2's 121 projections on one core, in ms
-(Xeon with AMX, torch 2.13):
+On a GPU this is cuBLAS, by the kernel that a table has for the shape and the rows
+(kernels/product_plans.py), else by the one that it picks itself. On a CPU, plain row-major weights
+cost a decode step of a few rows twice the time, because the library lays them out anew on every
+call. So the decoder packs each weight once, after loading, into oneDNN's blocked layout. SmolLM2's
+121 projections on one core, in ms (Xeon with AMX, torch 2.13):
 
     rows                    1     2     4     8    64   256
     float32   plain        42    46    80   110   137   356
@@ -20,6 +21,9 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
+
+from nanorunner.kernels.cublas_lt import multiply, takes
+from nanorunner.kernels.product_plans import plan_product
 
 # The row count that oneDNN is told to expect; other counts measured the same, only 1 is worse.
 PACKED_FOR_ROWS = 8
@@ -58,6 +62,10 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     """
     if weight.is_mkldnn:
         return _packed_product()(x, weight, bias, "none", [], "")
+    if weight.is_cuda and bias is None:
+        algorithm = plan_product(len(x), weight)
+        if algorithm is not None and takes(x, weight):
+            return multiply(x, weight, algorithm)
     return F.linear(x, weight, bias)
 
 

@@ -206,9 +206,14 @@ def measured(path: Path, plans: dict[Key, Kept]) -> dict[Key, tuple[Kept, float]
     return {key: (plan, times[key]) for key, plan in plans.items()}
 
 
-def write_table(path: Path, table: Mapping[Key, tuple[Fields, float]], source: str) -> None:
+def write_table(
+    path: Path,
+    table: Mapping[Key, tuple[Fields, float]],
+    source: str,
+    script: str = "scripts/tune.py",
+) -> None:
     """Write every entry, sorted, with the microseconds that it measured."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [table_entry(key, *found) for key, found in sorted(table.items())]
-    head = f"# Written by scripts/tune.py; see {source}.\n"
+    head = f"# Written by {script}; see {source}.\n"
     path.write_text(head + "\n".join(lines) + "\n", encoding="utf-8")

@@ -1,0 +1,315 @@
+"""x @ weight.T by a cuBLAS kernel that we name, where the one that cuBLAS picks is slower.
+
+The library has hundreds of kernels for a product, and guesses from the shapes which is fastest. At
+the row counts of a decode it often guesses wrong: down of 8B at 192 rows takes 54 to 56 us by its
+choice and 37 by another of its kernels. Its header cublasLt.h numbers their parts (tile, cluster,
+splits of the columns, ...); an Algorithm is one such set of numbers. kernels/product_plans.py has
+measured ones.
+
+    multiply(x, weight, algorithm)     once a projection; may be captured in a CUDA graph
+    Product                            what scripts/tune_products.py asks: which ones are there?
+
+What a number means may change from one version of the library to the next, so an Algorithm names
+its version. Whatever the numbers, a kernel that the library accepts computes the product, with a
+float32 sum: Algorithms that add up parts in 16 bits are refused.
+
+Source: NVIDIA, cuBLAS documentation, "Using the cublasLt API".
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from ctypes import POINTER, byref, c_float, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_uint64
+from ctypes import c_void_p as pointer
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+# From cublasLt.h and library_types.h.
+SUM_FLOAT32, SCALE_FLOAT32 = 68, 0
+TYPES = {torch.float16: 2, torch.bfloat16: 14}
+TRANSPOSE_FIRST = 3  # an attribute of a product
+MOST_WORKSPACE = 1  # an attribute of a preference
+TILE_IDS, MOST_CUSTOM = 6, 7  # capabilities of an algorithm
+# Where the parts of split columns are added: nowhere, or in float32 in a workspace, in their order.
+UNSPLIT, IN_FLOAT32 = 0, 2
+
+WORKSPACE_BYTES = 32 << 20  # the most that a kernel may want; what PyTorch gives cuBLAS on Hopper
+ALIGNMENT = 256  # of every matrix's address, what the library takes for granted
+MOST_SUGGESTIONS = 64
+AlgorithmWords = c_uint64 * 8  # opaque
+
+
+class Algorithm(NamedTuple):
+    """One kernel of the library, by cublasLt.h's numbers for its parts."""
+
+    library: int  # the version whose numbers these are: 130100 is 13.1.0
+    id: int
+    tile: int
+    stages: int
+    cluster: int
+    splits: int = 1  # of the columns
+    reduction: int = UNSPLIT
+    swizzle: int = 0  # the order of the tiles
+    custom: int = 0
+    inner: int = 0
+
+
+class Attribute(NamedTuple):
+    """How cublasLt.h calls a field of Algorithm, and how wide it is."""
+
+    number: int
+    kind: type[c_uint16] | type[c_uint32] = c_uint32
+
+
+ATTRIBUTES = {
+    "tile": Attribute(1),
+    "splits": Attribute(2),
+    "reduction": Attribute(3),
+    "swizzle": Attribute(4),
+    "custom": Attribute(5),
+    "stages": Attribute(6),
+    "inner": Attribute(7, c_uint16),
+    "cluster": Attribute(8, c_uint16),
+}
+ID_ATTRIBUTE = 0
+
+
+class Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t."""
+
+    _fields_ = (
+        ("algorithm", AlgorithmWords),
+        ("workspace_bytes", c_size_t),
+        ("status", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    )
+
+
+def multiply(x: torch.Tensor, weight: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
+    """Return x [rows, in] @ weight.T as [rows, out], rounded once; weight is [out, in].
+
+    Both are 16-bit, of one dtype and GPU, contiguous, and takes() says yes to them. ValueError
+    where the library has no such kernel for them.
+    """
+    rows, num_in = x.shape
+    index = weight.device.index
+    launch = _bind(rows, len(weight), num_in, x.dtype, index, algorithm)
+    if launch is None:
+        raise ValueError(f"cuBLAS refuses {algorithm} for {rows} x {num_in} x {len(weight)}")
+    return launch(x, weight)
+
+
+def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
+    """Return whether the two lie in memory as multiply() wants them; about a microsecond."""
+    return (
+        x.dim() == 2
+        and x.is_contiguous()
+        and weight.is_contiguous()
+        and not (x.data_ptr() | weight.data_ptr()) % ALIGNMENT
+    )
+
+
+@functools.cache
+def library_version() -> int | None:
+    """Return the version of the cuBLASLt that PyTorch has loaded, None where there is none."""
+    library = _library()
+    return None if library is None else int(library.cublasLtGetVersion())
+
+
+class Product:
+    """x [rows, in] @ weight.T [in, out] on one GPU: what the library says of its kernels for it."""
+
+    def __init__(
+        self, rows: int, num_out: int, num_in: int, dtype: torch.dtype, device_index: int
+    ) -> None:
+        self.shape, self.dtype = (rows, num_out, num_in), dtype
+        library = _library()
+        if library is None:
+            raise OSError("this PyTorch has no cuBLASLt")
+        self._library, self._handle = library, _handle(device_index)
+        # To the library a matrix's columns lie one after the other. So it sees x and weight
+        # transposed, and is asked for out.T = weight @ x.T: what it writes is out by rows.
+        self._operation = pointer()
+        self._call("MatmulDescCreate", byref(self._operation), SUM_FLOAT32, SCALE_FLOAT32)
+        self._set("MatmulDesc", self._operation, TRANSPOSE_FIRST, c_int(1))
+        self._weight = self._matrix(num_in, num_out)
+        self._x = self._matrix(num_in, rows)
+        self._out = self._matrix(num_out, rows)
+
+    def suggestions(self) -> list[Algorithm]:
+        """Return what the library would try, its own choice first."""
+        preference = pointer()
+        self._call("MatmulPreferenceCreate", byref(preference))
+        self._set("MatmulPreference", preference, MOST_WORKSPACE, c_uint64(WORKSPACE_BYTES))
+        results, count = (Heuristic * MOST_SUGGESTIONS)(), c_int()
+        self._call(
+            "MatmulAlgoGetHeuristic", self._handle, self._operation, self._weight, self._x,
+            self._out, self._out, preference, MOST_SUGGESTIONS, results, byref(count),
+        )  # fmt: skip
+        self._call("MatmulPreferenceDestroy", preference)
+        return [self._read(result.algorithm) for result in results[: count.value]]
+
+    def tiles(self, algorithm_id: int) -> list[int]:
+        """Return the numbers of the tiles that an algorithm knows."""
+        words = self._start(algorithm_id)
+        size = c_size_t()
+        self._call("MatmulAlgoCapGetAttribute", byref(words), TILE_IDS, None, 0, byref(size))
+        numbers = (c_uint32 * (size.value // 4))()
+        self._call(
+            "MatmulAlgoCapGetAttribute", byref(words), TILE_IDS, numbers, size.value, byref(size)
+        )
+        return list(numbers)
+
+    def most_custom(self, algorithm_id: int) -> int:
+        """Return the largest number of an algorithm's custom option."""
+        words, number, size = self._start(algorithm_id), c_uint32(), c_size_t()
+        self._call(
+            "MatmulAlgoCapGetAttribute", byref(words), MOST_CUSTOM, byref(number), 4, byref(size)
+        )
+        return int(number.value)
+
+    def bind(self, algorithm: Algorithm) -> Launch | None:
+        """Return what runs this product by an algorithm; None where the library refuses it."""
+        is_split = algorithm.splits > 1
+        if algorithm.library != library_version() or algorithm.reduction != (
+            IN_FLOAT32 if is_split else UNSPLIT
+        ):
+            return None
+        words = self._start(algorithm.id)
+        for name, attribute in ATTRIBUTES.items():
+            value = attribute.kind(getattr(algorithm, name))
+            if self._library.cublasLtMatmulAlgoConfigSetAttribute(
+                byref(words), attribute.number, byref(value), ctypes.sizeof(value)
+            ):
+                return None
+        verdict = Heuristic()
+        status = self._library.cublasLtMatmulAlgoCheck(
+            self._handle, self._operation, self._weight, self._x, self._out, self._out,
+            byref(words), byref(verdict),
+        )  # fmt: skip
+        if status or verdict.status or verdict.workspace_bytes > WORKSPACE_BYTES:
+            return None
+        return Launch(self, words, verdict.workspace_bytes)
+
+    def run(
+        self, x: torch.Tensor, weight: torch.Tensor, words: Any, workspace_bytes: int
+    ) -> torch.Tensor:
+        """Enqueue the product on the current stream."""
+        rows, num_out, _ = self.shape
+        out = torch.empty((rows, num_out), dtype=self.dtype, device=x.device)
+        # From PyTorch's pool: the next kernel of this stream may have it, and so may a graph's.
+        workspace = None
+        if workspace_bytes:
+            workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=x.device)
+        self._call(
+            "Matmul", self._handle, self._operation, byref(ONE), weight.data_ptr(), self._weight,
+            x.data_ptr(), self._x, byref(ZERO), out.data_ptr(), self._out, out.data_ptr(),
+            self._out, byref(words), None if workspace is None else workspace.data_ptr(),
+            workspace_bytes, torch.cuda.current_stream(x.device).cuda_stream,
+        )  # fmt: skip
+        return out
+
+    def _matrix(self, num_rows: int, num_columns: int) -> pointer:
+        layout, kind = pointer(), TYPES[self.dtype]
+        self._call("MatrixLayoutCreate", byref(layout), kind, num_rows, num_columns, num_rows)
+        return layout
+
+    def _start(self, algorithm_id: int) -> Any:
+        """Return an algorithm without a configuration."""
+        words, kind = AlgorithmWords(), TYPES[self.dtype]
+        self._call(
+            "MatmulAlgoInit", self._handle, SUM_FLOAT32, SCALE_FLOAT32, kind, kind, kind, kind,
+            algorithm_id, byref(words),
+        )  # fmt: skip
+        return words
+
+    def _read(self, words: Any) -> Algorithm:
+        """Return an opaque algorithm by its numbers."""
+        numbers = {}
+        for name, attribute in {"id": Attribute(ID_ATTRIBUTE), **ATTRIBUTES}.items():
+            value, size = attribute.kind(), c_size_t()
+            self._call(
+                "MatmulAlgoConfigGetAttribute", byref(words), attribute.number, byref(value),
+                ctypes.sizeof(value), byref(size),
+            )  # fmt: skip
+            numbers[name] = int(value.value)
+        version = library_version()
+        assert version is not None, "a product exists only where the library does"
+        return Algorithm(library=version, **numbers)
+
+    def _set(self, kind: str, thing: pointer, attribute: int, value: Any) -> None:
+        self._call(f"{kind}SetAttribute", thing, attribute, byref(value), ctypes.sizeof(value))
+
+    def _call(self, name: str, *args: Any) -> None:
+        status = getattr(self._library, f"cublasLt{name}")(*args)
+        if status:
+            raise RuntimeError(f"cublasLt{name} returned {status} for a product of {self.shape}")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A product with its algorithm: call it with x and the weight."""
+
+    product: Product
+    words: Any
+    workspace_bytes: int
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return x @ weight.T."""
+        return self.product.run(x, weight, self.words, self.workspace_bytes)
+
+
+ONE, ZERO = c_float(1.0), c_float(0.0)
+# Those with numbers that ctypes would not pass rightly by itself: 64 bits, and addresses.
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "MatrixLayoutCreate": (POINTER(pointer), c_int, c_uint64, c_uint64, c_int64),
+    "MatmulDescSetAttribute": (pointer, c_int, pointer, c_size_t),
+    "MatmulPreferenceSetAttribute": (pointer, c_int, pointer, c_size_t),
+    "MatmulAlgoCapGetAttribute": (pointer, c_int, pointer, c_size_t, pointer),
+    "MatmulAlgoConfigGetAttribute": (pointer, c_int, pointer, c_size_t, pointer),
+    "MatmulAlgoConfigSetAttribute": (pointer, c_int, pointer, c_size_t),
+    "Matmul": (*(pointer,) * 14, c_size_t, pointer),
+}
+
+
+@functools.cache
+def _library() -> Any:
+    """Return the cuBLASLt that this PyTorch came with, None without one."""
+    version = torch.version.cuda
+    if version is None:
+        return None
+    try:
+        library = ctypes.CDLL(f"libcublasLt.so.{version.split('.')[0]}")
+    except OSError:
+        return None
+    library.cublasLtGetVersion.restype = c_size_t
+    for name, kinds in ARGUMENTS.items():
+        getattr(library, f"cublasLt{name}").argtypes = kinds
+    return library
+
+
+@functools.cache
+def _handle(device_index: int) -> pointer:
+    """Return the library's handle for a GPU. Lifetime: the process's."""
+    handle = pointer()
+    with torch.cuda.device(device_index):
+        status = _library().cublasLtCreate(byref(handle))
+    if status:
+        raise RuntimeError(f"cublasLtCreate returned {status}")
+    return handle
+
+
+@functools.cache
+def _bind(
+    rows: int,
+    num_out: int,
+    num_in: int,
+    dtype: torch.dtype,
+    device_index: int,
+    algorithm: Algorithm,
+) -> Launch | None:
+    return Product(rows, num_out, num_in, dtype, device_index).bind(algorithm)

@@ -37,27 +37,33 @@ def paged_attention(
     scale: float,
     backend: str,
     reads_early: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output [tokens, num_heads, head_dim], contiguous, in q's dtype.
 
     q may be a strided view whose heads and elements lie side by side (a slice of the qkv rows).
-    Rows that belong to no request are zero. reads_early: what decode_attention means by it. Raises
+    Rows that belong to no request are zero. reads_early: what decode_attention means by it. out:
+    where to write, contiguous; a backend that has an output of its own copies it there. Raises
     ValueError for an unknown backend, ImportError when flash_attn or Triton is asked for and
     missing.
     """
-    if backend == "torch":
-        return paged_attention_reference(q, k_cache, v_cache, batch, scale)
     if backend == "triton":
         # Padded graphs included: there row i is request i. Other shapes need the general kernel.
         is_decode = batch.max_query_len == 1 and q.shape[0] == batch.seq_lens.shape[0]
         if is_decode:
-            return decode_attention(q, k_cache, v_cache, batch, scale, reads_early=reads_early)
-        return _mixed_attention(q, k_cache, v_cache, batch, scale)
-    if backend == "flash_attn":
-        return flash_attention(q, k_cache, v_cache, batch, scale)
-    if backend == BATCH_INVARIANT:
-        return batch_invariant_attention(q, k_cache, v_cache, batch, scale)
-    raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+            return decode_attention(
+                q, k_cache, v_cache, batch, scale, reads_early=reads_early, out=out
+            )
+        return _mixed_attention(q, k_cache, v_cache, batch, scale, out)
+    if backend == "torch":
+        result = paged_attention_reference(q, k_cache, v_cache, batch, scale)
+    elif backend == "flash_attn":
+        result = flash_attention(q, k_cache, v_cache, batch, scale)
+    elif backend == BATCH_INVARIANT:
+        result = batch_invariant_attention(q, k_cache, v_cache, batch, scale)
+    else:
+        raise ValueError(f"attention backend {backend!r}: choose one of {', '.join(BACKENDS)}")
+    return result if out is None else out.copy_(result)
 
 
 def _mixed_attention(
@@ -66,6 +72,7 @@ def _mixed_attention(
     v_cache: torch.Tensor,
     batch: AttentionBatch,
     scale: float,
+    out: torch.Tensor | None,
 ) -> torch.Tensor:
     """Prompts by one of their kernels, many decodes in front of them by theirs, at the same time.
 
@@ -74,7 +81,7 @@ def _mixed_attention(
     num_decodes = batch.num_decodes if batch.num_decodes >= LEAST_DECODES else 0
     is_long = serves(q, k_cache, batch, num_decodes)
     attend = hopper_prefill_attention if is_long else prefill_attention
-    out = attend(q, k_cache, v_cache, batch, scale, num_skipped=num_decodes)
+    out = attend(q, k_cache, v_cache, batch, scale, num_skipped=num_decodes, out=out)
     if num_decodes:  # nothing that the launch above reads is freed before this one (pdl.py)
         decode_attention(
             q[:num_decodes], k_cache, v_cache, batch, scale,

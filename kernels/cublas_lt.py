@@ -89,24 +89,31 @@ class Heuristic(ctypes.Structure):
     )
 
 
-def multiply(x: torch.Tensor, weight: torch.Tensor, algorithm: Algorithm) -> torch.Tensor:
+def multiply(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    algorithm: Algorithm,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return x [rows, in] @ weight.T as [rows, out], rounded once; weight is [out, in].
 
-    Both are 16-bit, of one dtype and GPU, contiguous, and takes() says yes to them. ValueError
-    where the library has no such kernel for them.
+    Both are 16-bit, of one dtype and GPU, contiguous, and takes() says yes to them. out: where to
+    write. ValueError where the library has no such kernel for them.
     """
     rows, num_in = x.shape
     index = weight.device.index
     launch = _bind(rows, len(weight), num_in, x.dtype, index, algorithm)
     if launch is None:
         raise ValueError(f"cuBLAS refuses {algorithm} for {rows} x {num_in} x {len(weight)}")
-    return launch(x, weight)
+    return launch(x, weight, out)
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Return whether the two lie in memory as multiply() wants them; about a microsecond."""
+    """Return whether the two are of one kind and lie in memory as multiply() wants them."""
     return (
         x.dim() == 2
+        and x.dtype == weight.dtype
+        and x.shape[1] == weight.shape[1]
         and x.is_contiguous()
         and weight.is_contiguous()
         and not (x.data_ptr() | weight.data_ptr()) % ALIGNMENT
@@ -155,8 +162,7 @@ class Product:
 
     def tiles(self, algorithm_id: int) -> list[int]:
         """Return the numbers of the tiles that an algorithm knows."""
-        words = self._start(algorithm_id)
-        size = c_size_t()
+        words, size = self._known(algorithm_id), c_size_t()
         self._call("MatmulAlgoCapGetAttribute", byref(words), TILE_IDS, None, 0, byref(size))
         numbers = (c_uint32 * (size.value // 4))()
         self._call(
@@ -166,7 +172,7 @@ class Product:
 
     def most_custom(self, algorithm_id: int) -> int:
         """Return the largest number of an algorithm's custom option."""
-        words, number, size = self._start(algorithm_id), c_uint32(), c_size_t()
+        words, number, size = self._known(algorithm_id), c_uint32(), c_size_t()
         self._call(
             "MatmulAlgoCapGetAttribute", byref(words), MOST_CUSTOM, byref(number), 4, byref(size)
         )
@@ -180,6 +186,8 @@ class Product:
         ):
             return None
         words = self._start(algorithm.id)
+        if words is None:
+            return None
         for name, attribute in ATTRIBUTES.items():
             value = attribute.kind(getattr(algorithm, name))
             if self._library.cublasLtMatmulAlgoConfigSetAttribute(
@@ -196,11 +204,20 @@ class Product:
         return Launch(self, words, verdict.workspace_bytes)
 
     def run(
-        self, x: torch.Tensor, weight: torch.Tensor, words: Any, workspace_bytes: int
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        out: torch.Tensor | None,
+        words: Any,
+        workspace_bytes: int,
     ) -> torch.Tensor:
         """Enqueue the product on the current stream."""
         rows, num_out, _ = self.shape
-        out = torch.empty((rows, num_out), dtype=self.dtype, device=x.device)
+        if out is None:
+            out = torch.empty((rows, num_out), dtype=self.dtype, device=x.device)
+        assert out.is_contiguous(), "the library writes row after row"
+        assert out.shape == (rows, num_out), "an output of this product"
+        assert out.dtype == self.dtype, "an output of this product"
         # From PyTorch's pool: the next kernel of this stream may have it, and so may a graph's.
         workspace = None
         if workspace_bytes:
@@ -219,12 +236,18 @@ class Product:
         return layout
 
     def _start(self, algorithm_id: int) -> Any:
-        """Return an algorithm without a configuration."""
+        """Return an algorithm without a configuration, None where the library has none."""
         words, kind = AlgorithmWords(), TYPES[self.dtype]
-        self._call(
-            "MatmulAlgoInit", self._handle, SUM_FLOAT32, SCALE_FLOAT32, kind, kind, kind, kind,
-            algorithm_id, byref(words),
+        status = self._library.cublasLtMatmulAlgoInit(
+            self._handle, SUM_FLOAT32, SCALE_FLOAT32, kind, kind, kind, kind, algorithm_id,
+            byref(words),
         )  # fmt: skip
+        return None if status else words
+
+    def _known(self, algorithm_id: int) -> Any:
+        words = self._start(algorithm_id)
+        if words is None:
+            raise ValueError(f"cuBLAS has no algorithm {algorithm_id} for {self.dtype}")
         return words
 
     def _read(self, words: Any) -> Algorithm:
@@ -258,9 +281,11 @@ class Launch:
     words: Any
     workspace_bytes: int
 
-    def __call__(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Return x @ weight.T."""
-        return self.product.run(x, weight, self.words, self.workspace_bytes)
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return x @ weight.T, in `out` if there is one."""
+        return self.product.run(x, weight, out, self.words, self.workspace_bytes)
 
 
 ONE, ZERO = c_float(1.0), c_float(0.0)

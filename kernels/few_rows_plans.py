@@ -112,22 +112,24 @@ def load_table(path: Path) -> dict[Key, FewRowsPlan]:
     return read_table(path, FewRowsPlan)
 
 
-def read_table(path: Path, make: Callable[..., Plan]) -> dict[Key, Plan]:
+def read_table(
+    path: Path, make: Callable[..., Plan], script: str = "scripts/tune.py"
+) -> dict[Key, Plan]:
     """Return what `make` makes of a table's entries, {} without such a file; ValueError as above.
 
-    `make` gets the fields of an entry that are not its key.
+    `make` gets the fields of an entry that are not its key. script: what writes the table.
     """
     if not path.is_file():
         return {}
     table: dict[Key, Plan] = {}
     for entry in yaml.safe_load(path.read_text(encoding="utf-8")) or []:
-        fields = dict(entry)
         try:
+            fields = dict(entry)
             key = (fields.pop("op"), fields.pop("out"), fields.pop("in"), fields.pop("rows"))
             fields.pop("us", None)  # what it measured: for people
             table[key] = make(**fields)
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"{path}: {entry}: {error}; scripts/tune.py writes it anew") from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {entry}: {error}; {script} writes it anew") from error
     return table
 
 

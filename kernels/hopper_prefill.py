@@ -82,11 +82,13 @@ def hopper_prefill_attention(
     scale: float,
     *,
     num_skipped: int = 0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output [tokens, num_heads, 128]; prefill_attention's result to rounding.
 
     Tokens past query_start_loc[-1] (padding) get zeros. num_skipped: so many requests in front, of
     one token each, whose rows of out stay unwritten. The launch after this may overlap with it.
+    out: where to write; contiguous.
     """
     num_tokens, num_heads, head_dim = q.shape
     num_blocks, block_tokens, num_kv_heads, _ = k_cache.shape
@@ -96,7 +98,9 @@ def hopper_prefill_attention(
     assert block_tokens % TILE == 0, "a tile lies in one block"
     assert group <= MATRIX_ROWS, "a token's heads fit a group of warps"
     assert_layout(q, k_cache, v_cache)
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    assert out.is_contiguous(), "the output must be contiguous"
     group_tokens = MATRIX_ROWS // group
     tokens = NUM_GROUPS * group_tokens
     # As in prefill_attention: a bound known without the lengths, and one more for the padding.

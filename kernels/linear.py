@@ -55,18 +55,29 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
     return packed
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return x [rows, in] @ weight.T + bias as [rows, out]; an fp32 sum rounded to x's dtype.
 
-    weight is [out, in], plain or from pack(); x is contiguous when it is packed.
+    weight is [out, in], plain or from pack(); x is contiguous when it is packed. out: where to
+    write.
     """
     if weight.is_mkldnn:
-        return _packed_product()(x, weight, bias, "none", [], "")
+        product = _packed_product()(x, weight, bias, "none", [], "")
+        return product if out is None else out.copy_(product)
     if weight.is_cuda and bias is None:
         algorithm = plan_product(len(x), weight)
         if algorithm is not None and takes(x, weight):
-            return multiply(x, weight, algorithm)
-    return F.linear(x, weight, bias)
+            return multiply(x, weight, algorithm, out)
+    if out is None:
+        return F.linear(x, weight, bias)
+    if bias is None:
+        return torch.mm(x, weight.T, out=out)
+    return torch.addmm(bias, x, weight.T, out=out)
 
 
 @cache

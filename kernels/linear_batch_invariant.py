@@ -42,15 +42,19 @@ def tile_of(num_out: int, item_bytes: int) -> Tile:
 
 
 def linear_batch_invariant(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x [rows, in] @ weight.T + bias as [rows, out]: kernels/linear.py, row by row alike.
 
-    weight is [out, in], plain, or on a CPU also from linear.pack().
+    weight is [out, in], plain, or on a CPU also from linear.pack(). out: where to write.
     """
     if x.is_cuda:
-        return linear_batch_invariant_triton(x, weight, bias)
-    return linear_batch_invariant_reference(x, weight, bias)
+        return linear_batch_invariant_triton(x, weight, bias, out)
+    result = linear_batch_invariant_reference(x, weight, bias)
+    return result if out is None else out.copy_(result)
 
 
 def linear_batch_invariant_reference(
@@ -63,14 +67,19 @@ def linear_batch_invariant_reference(
 
 
 def linear_batch_invariant_triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """linear_batch_invariant as one launch of (row tile, output tile) programs."""
     num_rows, num_in = x.shape
     num_out = weight.shape[0]
     assert x.is_contiguous(), "x must be contiguous"
     assert weight.is_contiguous(), "the weight must be contiguous"
-    out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
+    if out is None:
+        out = torch.empty((num_rows, num_out), dtype=x.dtype, device=x.device)
+    assert out.is_contiguous(), "the output must be contiguous"
     if num_rows == 0:
         return out
     tile = tile_of(num_out, x.element_size())

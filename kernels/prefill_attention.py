@@ -81,20 +81,24 @@ def prefill_attention(
     *,
     masks_all: bool = False,
     num_skipped: int = 0,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the attention output [tokens, num_heads, head_dim]; see kernels/attention.py.
 
-    Tokens past query_start_loc[-1] (padding) get zeros. `plan` replaces plan_prefill's choice.
-    num_skipped: so many requests in front, of one token each, whose rows of out stay unwritten.
-    The launch after this may overlap with it, and find what came before it complete (pdl.py).
-    masks_all runs every KV tile through the same instructions: where the mask begins depends on a
-    query's neighbours in its tile, and code with a mask and without may round differently.
+    out: where to write; contiguous. Tokens past query_start_loc[-1] (padding) get zeros. `plan`
+    replaces plan_prefill's choice. num_skipped: so many requests in front, of one token each, whose
+    rows of out stay unwritten. The launch after this may overlap with it, and find what came before
+    it complete (pdl.py). masks_all runs every KV tile through the same instructions: where the mask
+    begins depends on a query's neighbours in its tile, and code with a mask and without may round
+    differently.
     """
     num_tokens, num_heads, head_dim = q.shape
     _, block_tokens, num_kv_heads, _ = k_cache.shape
     num_reqs = batch.seq_lens.shape[0] - num_skipped
     assert_layout(q, k_cache, v_cache)
-    out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((num_tokens, num_heads, head_dim), dtype=q.dtype, device=q.device)
+    assert out.is_contiguous(), "the output must be contiguous"
     if num_tokens == 0:
         return out
     group = num_heads // num_kv_heads

@@ -89,7 +89,7 @@ def table_name(device: torch.device) -> str:
 @functools.cache
 def load_products(path: Path) -> dict[Key, Plan]:
     """Return a table, {} when there is no such file; ValueError on a bad entry."""
-    return read_table(path, _plan_of)
+    return read_table(path, _plan_of, "scripts/tune_products.py")
 
 
 def _plan_of(**numbers: Any) -> Plan:

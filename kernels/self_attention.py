@@ -71,12 +71,14 @@ def self_attention(
     k_norm: torch.Tensor | None,
     eps: float,
     reads_early: bool = False,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return attention's output [num_tokens, num_heads * head_dim]; may overwrite qkv's q and k.
 
     qkv [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]; k_cache and v_cache
     [blocks, block_size, num_kv_heads, head_dim] get the step's K and V first. reads_early: the
-    kernel before is one that fused_decode() may overlap with.
+    kernel before is one that fused_decode() may overlap with. out: where to write, contiguous; not
+    for a step that fused_decode() serves.
     """
     num_tokens, scale = qkv.shape[0], shape.head_dim**-0.5
     if _is_fused(qkv, plan, shape.num_kv_heads):
@@ -95,14 +97,19 @@ def self_attention(
     else:
         _rotate(qkv, plan.host, shape, q_norm, k_norm, eps)
         _write_kv(k, v, plan.host, k_cache, v_cache)
+        result = None
         if plan.host.decode is not None:
-            return _decode(q, plan.host.decode, k_cache, v_cache, scale)
-        if plan.host.prompts is not None:
-            return _prefill(qkv, plan.host.prompts, shape, scale)
+            result = _decode(q, plan.host.decode, k_cache, v_cache, scale)
+        elif plan.host.prompts is not None:
+            result = _prefill(qkv, plan.host.prompts, shape, scale)
+        if result is not None:
+            return result if out is None else out.copy_(result)
     q = q.view(num_tokens, shape.num_heads, shape.head_dim)
     # On a GPU the kernel in front is the rotation above, which is a late one (rope_kv_write.py).
     reads_early = plan.host is None
-    out = paged_attention(q, k_cache, v_cache, plan.batch, scale, plan.backend, reads_early)
+    if out is not None:
+        out = out.view(q.shape)
+    out = paged_attention(q, k_cache, v_cache, plan.batch, scale, plan.backend, reads_early, out)
     return out.view(num_tokens, -1)
 
 

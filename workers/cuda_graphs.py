@@ -9,7 +9,8 @@ A graph serves a batch when it is all decodes, of the family's kind, of query_le
 plain; more: they verify drafts), and not more than num_reqs; the smallest such graph is taken. At
 sizes at which attention goes another way for requests of even lengths there is a graph for them
 beside the other (kernels/fused_decode.py).
-Everything else runs eagerly. Every decision is counted.
+A short step that a prompt joins replays graphs of what lies between its attentions, "layers 192"
+(layer_graphs.py). Everything else runs eagerly. Every decision is counted.
 """
 
 from __future__ import annotations
@@ -24,11 +25,12 @@ import torch
 
 from nanorunner.kernels.triton_support import is_compiling_only
 from nanorunner.workers.gpu_spans import GraphMarks
+from nanorunner.workers.layer_graphs import LayerGraphs
 from nanorunner.workers.spans import SpanRecorder
 
 PLAIN, LOGITS = "plain", "logits"
 FAMILIES = (PLAIN, LOGITS)
-EAGER = "eager"
+EAGER, LAYERS = "eager", "layers"
 # A verify step wider than this is as long on the GPU as its launches take, so it needs no graph.
 MAX_VERIFY_PLACES = 512
 
@@ -123,11 +125,12 @@ class GraphManager:
         self.sizes = capture_sizes(max_num_seqs) if is_enabled else []
         self.query_lens = (1,) if max_query_len == 1 else (1, max_query_len)
         self._even_sizes = {size for size in self.sizes if differs_when_even(size)}
-        # "plain 8", "logits 8", "plain 64 even", "plain 8 x 5", "eager": steps so far
+        # "plain 8", "logits 8", "plain 64 even", "plain 8 x 5", "layers 192", "eager": steps so far
         self.dispatched: Counter[str] = Counter()
         self.padded_rows = 0  # computed in vain
         self._recorder = recorder
         self._graphs: dict[Descriptor, list[CapturedGraph]] = {}
+        self.layers: LayerGraphs | None = None  # the runner's
 
     def capture(self, body: Callable[[Descriptor], torch.Tensor]) -> None:
         """Capture body(descriptor) for every size and family.
@@ -166,7 +169,7 @@ class GraphManager:
         query_len: int = 1,
         is_even: bool = False,
     ) -> Descriptor | None:
-        """Return the graph that serves this batch, None for an eager step; counts the decision."""
+        """Return the graph that serves all of this batch, None for none; counts it."""
         place = bisect_left(self.sizes, num_reqs) if is_decode else len(self.sizes)
         descriptor = None
         if place < len(self.sizes):
@@ -175,11 +178,25 @@ class GraphManager:
             is_even = is_even and self._has_even(size, query_len)
             descriptor = Descriptor(size, family, query_len, is_even)
         if descriptor not in self._graphs:
-            self.dispatched[EAGER] += 1
             return None
         self.dispatched[str(descriptor)] += 1
         self.padded_rows += descriptor.num_places - num_reqs * query_len
         return descriptor
+
+    def dispatch_layers(self, num_tokens: int, max_query_len: int) -> int | None:
+        """Return the size of the graphs that serve the layers of a batch that dispatch() refused.
+
+        None for an eager step; counts the decision.
+        """
+        size = None
+        if self.layers is not None and max_query_len > 1:  # else the decoder has lean launches
+            size = self.layers.size_for(num_tokens)
+        if size is None:
+            self.dispatched[EAGER] += 1
+            return None
+        self.dispatched[f"{LAYERS} {size}"] += 1
+        self.padded_rows += size - num_tokens
+        return size
 
     def replay(self, descriptor: Descriptor) -> torch.Tensor:
         """Enqueue a graph and return its output; valid until the next replay."""

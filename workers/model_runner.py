@@ -23,11 +23,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from nanorunner.kernels.triton_support import is_compiling_only
 from nanorunner.workers import idle_steps
 from nanorunner.workers.cuda_graphs import PLAIN, GraphManager
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.full_sampling import DRAW, Need
+from nanorunner.workers.layer_graphs import LayerGraphs
 from nanorunner.workers.messages import Int32, RunnerConfig, StepInput
 from nanorunner.workers.places import NOBODY, Places, lay_out
 from nanorunner.workers.request_rows import Int64
@@ -53,6 +55,7 @@ class ModelRunner(StepBody):
         super().__init__(config, rank, group, device)
         # until capture()
         self.graphs: GraphManager = GraphManager(config.max_num_seqs, is_enabled=False)
+        self._layers: LayerGraphs | None = None  # until capture_layers()
         # the current batch, as the CPU knows it
         self._request_ids: Int32 = np.zeros(0, np.int32)
         self._rows: Int64 = NO_ROWS
@@ -92,9 +95,23 @@ class ModelRunner(StepBody):
         if self.has_graphs:
             self.inputs.send(NOBODY)
             graphs.capture(self.decode_body)
+            self.capture_layers()
+            graphs.layers = self._layers
             if self.speculator is not None:
                 self.speculator.proposer.capture()
         return graphs
+
+    def capture_layers(self) -> None:
+        """Capture the layers' graphs, once: they hold no address of the KV cache."""
+        has_layers = self.has_graphs and self.group.tp == 1 and not is_compiling_only()
+        if has_layers and self._layers is None:
+            self._layers = LayerGraphs(self.model, self.inputs.all_ids)
+            self._layers.capture()
+
+    def close(self) -> None:
+        """Let go of the layers' graphs, and of all that RunnerStages.close() lets go of."""
+        self._layers = None
+        super().close()
 
     def capture(self) -> None:
         """Compile, capture, and forget the steps that took."""

@@ -48,8 +48,11 @@ class Profiled(Protocol):
     def widest_step(self) -> None:
         """Run the largest prefill and the largest sampler batch, touching no live state."""
 
+    def capture_layers(self) -> None:
+        """Capture the graphs that stay: those without an address of the KV cache."""
+
     def capture_graphs(self) -> Any:
-        """Capture every graph and return what holds them."""
+        """Capture every other graph and return what holds them."""
 
 
 def measure_kv_room(runner: Profiled) -> KvRoom:
@@ -113,18 +116,24 @@ def _gpu_room(runner: Profiled) -> int:
     runner.widest_step()
     device.finish(config.step_timeout_s)
     peak = device.memory().peak
-    graph_bytes = 0
+    layer_bytes = graph_bytes = kept_outside = 0
+    allocated = torch.cuda.memory_allocated()
     if not config.enforce_eager:
         device.reset_peak()
-        free = device.memory().free
+        begin = device.memory()
+        runner.capture_layers()
+        device.reset_peak()
+        middle = device.memory()
+        layer_bytes = max(0, begin.free - middle.free)
+        kept_outside = max(0, layer_bytes - (middle.reserved - begin.reserved))
         graphs = runner.capture_graphs()
-        graph_bytes = max(0, free - device.memory().free)
+        graph_bytes = max(0, middle.free - device.memory().free)
         del graphs
     runner.release_kv()
     device.reset_peak()
     now = device.memory()
     # NCCL, kernels and the like: gone from the driver, not in PyTorch's books
-    outside = max(0, (before.free - now.free) - (now.reserved - before.reserved))
+    outside = max(0, (before.free - now.free) - (now.reserved - before.reserved) - kept_outside)
     if outside > MOST_OUTSIDE_BYTES:
         logger.warning(
             "r%d: %.1f GiB of the GPU went while this engine started, and it did not take them: "
@@ -134,8 +143,8 @@ def _gpu_room(runner: Profiled) -> int:
             outside / GIB,
         )
     share = int(now.total * config.gpu_memory_utilization)
-    room = share - peak - outside - graph_bytes - MARGIN_BYTES
-    headroom = now.free - (peak - torch.cuda.memory_allocated()) - graph_bytes - MARGIN_BYTES
+    room = share - peak - outside - layer_bytes - graph_bytes - MARGIN_BYTES
+    headroom = now.free - (peak - allocated) - graph_bytes - MARGIN_BYTES
     if headroom < room:
         logger.warning(
             "r%d: %.1f GiB of the GPU are used by others, so the KV cache gets %.1f GiB instead "
@@ -151,7 +160,7 @@ def _gpu_room(runner: Profiled) -> int:
         runner.rank,
         share / GIB,
         peak / GIB,
-        graph_bytes / GIB,
+        (layer_bytes + graph_bytes) / GIB,
         outside / GIB,
         min(room, headroom) / GIB,
     )

@@ -194,6 +194,10 @@ class RunnerStages(ABC):
     def capture_graphs(self) -> Any:
         """Return what holds the decode graphs, captured if has_graphs."""
 
+    def capture_layers(self) -> None:
+        """Capture the graphs that are captured once and stay, if the runner has such."""
+        return None
+
     def checksums(self) -> dict[str, Checksums]:
         """Return the checksums of the weights that this rank holds; for between two steps."""
         return shard_checksums(self.model)

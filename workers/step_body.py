@@ -2,7 +2,7 @@
 
     decode_body     places of one token each; what a CUDA graph captures, or the front part of it
     sample_outside  the rest of a decode whose rows want more of the sampler than a graph has
-    mixed_step      any batch, eagerly: prompts, chunks of prompts, decodes
+    mixed_step      any batch: prompts, chunks of prompts, decodes; at most its layers have graphs
 
 The tensors are made here, once, at addresses that stay. Who is in the batch and what it needs is
 model_runner.py's to know.
@@ -18,7 +18,7 @@ from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.lm_head_sample import serves
 from nanorunner.kernels.prepare_inputs import prepare_decode_inputs, prepare_mixed_inputs
 from nanorunner.kernels.state_tables import InputBuffers
-from nanorunner.workers.cuda_graphs import PLAIN, Descriptor
+from nanorunner.workers.cuda_graphs import PLAIN, Descriptor, GraphManager
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.full_sampling import Need
@@ -167,7 +167,7 @@ class StepBody(RunnerStages):
     def mixed_step(
         self, places: Places, max_seq_len: int, needs: Int32 | None = None
     ) -> DeviceExtras | None:
-        """Any batch, eagerly: prompts, chunks of prompts and decodes packed one after the other."""
+        """Any batch: prompts, chunks of prompts and decodes packed one after the other."""
         inputs, recorder, proposer = self.inputs, self.recorder, self.proposer
         rows, counts, samples = places[:3]
         if recorder is not None:
@@ -191,7 +191,7 @@ class StepBody(RunnerStages):
         batch = self._attention_batch(
             buffers, max_query_len, max_seq_len, places.query_len, num_decodes=places.num_single
         )
-        hidden = self._forward(buffers, batch)
+        hidden = self._mixed_forward(buffers, batch)
         if recorder is not None:
             recorder.lap(FORWARD, on_gpu=True)
         # where all sample their only token, propose() writes what follow() would
@@ -255,6 +255,15 @@ class StepBody(RunnerStages):
         return self.model.forward(
             buffers.input_ids, buffers.positions, batch, self.k_caches, self.v_caches
         )
+
+    def _mixed_forward(self, buffers: InputBuffers, batch: AttentionBatch) -> torch.Tensor:
+        """_forward() of a mixed step, by its layers' graphs where there are some."""
+        graphs: GraphManager = self.graphs
+        size = graphs.dispatch_layers(len(buffers.input_ids), batch.max_query_len)
+        if size is None:
+            return self._forward(buffers, batch)
+        assert graphs.layers is not None, "they have this size"
+        return graphs.layers.forward(size, buffers.positions, batch, self.k_caches, self.v_caches)
 
     def _advance(
         self,

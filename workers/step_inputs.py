@@ -136,6 +136,11 @@ class StepInputs:
             words[leaders : leaders + count] = batch.leaders
             words[pairs : pairs + 2 * count] = batch.leaders.repeat(2)
 
+    @property
+    def all_ids(self) -> torch.Tensor:
+        """Where a step's input ids lie [most tokens]; behind them are those of older steps."""
+        return self._buffers.input_ids
+
     def decode_buffers(self, size: int) -> InputBuffers:
         """Return the buffers of a decode of `size` places, padding included."""
         if size not in self._decodes:

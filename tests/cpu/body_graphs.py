@@ -49,11 +49,12 @@ class BodyGraphs(GraphManager):
 class Steps:
     """A v2 runner and the number of its next step."""
 
-    def __init__(self, *, has_graphs: bool) -> None:
-        settings = {"load_format": "dummy", "device": "cpu", "dtype": "float32", "num_blocks": 8}
+    def __init__(self, *, has_graphs: bool, on: str = "cpu", **changes: Any) -> None:
+        """has_graphs: BodyGraphs serve its decodes. changes: of the settings."""
+        settings = {"load_format": "dummy", "device": on, "dtype": "float32", "num_blocks": 8}
         settings |= {"model": "tiny-qwen3", "runner": "v2", "skip_tokenizer_init": True}
-        config = resolve(make_config(settings)).runner_config
-        device = Device("cpu", 0)
+        config = resolve(make_config(settings | changes)).runner_config
+        device = Device(on, 0)
         group = Group(None, 0, 1, device.torch_device, timeout_s=10)
         self.runner = ModelRunner(config, 0, group, device)
         self.runner.load_model()
@@ -63,11 +64,17 @@ class Steps:
             self.runner.graphs = BodyGraphs(self.runner)
         self._number = 0
 
-    def run(self, *batch: tuple[int, int], new: tuple[NewRequest, ...] = ()) -> StepOutput:
+    def run(
+        self,
+        *batch: tuple[int, int],
+        new: tuple[NewRequest, ...] = (),
+        removed: tuple[int, ...] = (),
+    ) -> StepOutput:
         """Run one step of (request id, tokens) pairs and return its output."""
+        gone = np.array(removed, np.int32).tobytes()
         pairs = np.array(batch, np.int32).tobytes()
         self._number += 1
-        handle = self.runner.step(StepInput(self._number, b"", new, (), pairs, b"").to_wire())
+        handle = self.runner.step(StepInput(self._number, gone, new, (), pairs, b"").to_wire())
         assert handle is not None, "rank 0 always gets a handle"
         return handle.result()
 

@@ -11,6 +11,7 @@ import torch
 from nanorunner.kernels.self_attention import HeadShape, differs_when_even
 from nanorunner.workers import cuda_graphs
 from nanorunner.workers.cuda_graphs import LOGITS, PLAIN, Descriptor, GraphManager
+from nanorunner.workers.layer_graphs import LayerGraphs
 
 pytestmark = pytest.mark.beside
 
@@ -67,7 +68,21 @@ def test_only_decodes_of_known_sizes_have_a_graph(manager: GraphManager) -> None
         (100, {"is_decode": True, "query_len": 6}),
     ):
         assert manager.dispatch(num_reqs, is_plain=True, is_even=True, **options) is None
-    assert manager.dispatched == Counter({"eager": 3})
+    assert not manager.dispatched, "what serves them instead is dispatch_layers()'s to count"
+
+
+def test_a_step_that_a_prompt_joins_has_graphs_of_its_layers_up_to_a_length(
+    manager: GraphManager,
+) -> None:
+    assert manager.dispatch_layers(100, 90) is None
+    manager.layers = object.__new__(LayerGraphs)
+    manager.layers.sizes, manager.layers._graphs = [64, 128], {64: [], 128: []}
+    assert manager.dispatch_layers(64, 60) == 64
+    assert manager.dispatch_layers(65, 2) == 128
+    assert manager.dispatch_layers(129, 100) is None
+    assert manager.dispatch_layers(10, 1) is None, "the decoder's lean launches are fewer"
+    assert manager.dispatched == Counter({"layers 64": 1, "layers 128": 1, "eager": 3})
+    assert manager.padded_rows == 63
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """How the KV cache is sized on a GPU: the books of workers/profile.py over a GPU of figures.
 
-The GPU has 100 GiB. The engine's weights take 10, its widest step 8 more, its graphs 1, and NCCL
-and kernels 2; other programs take what a case says, before the start or in the middle of it.
+The GPU has 100 GiB. The engine's weights take 10, its widest step 8 more, its graphs 1, those of
+its layers 0.5, half of it in PyTorch's books, and NCCL and kernels 2; other programs take what a
+case says, before the start or in the middle of it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from nanorunner.workers.messages import KvRoom
 from nanorunner.workers.profile import GIB, MARGIN_BYTES, measure_kv_room
 
 TOTAL, WEIGHTS, STEP, GRAPHS, OUTSIDE = (gib * GIB for gib in (100, 10, 8, 1, 2))
+LAYERS_INSIDE = LAYERS_OUTSIDE = GIB // 4
+LAYERS = LAYERS_INSIDE + LAYERS_OUTSIDE
 
 
 class Gpu:
@@ -28,7 +31,7 @@ class Gpu:
 
     def __init__(self, foreign_before: int, foreign_meanwhile: int) -> None:
         self.foreign, self.foreign_meanwhile = foreign_before, foreign_meanwhile
-        self.reserved, self.outside, self.peak = 0, 0, 0
+        self.reserved, self.outside, self.peak, self.kept = 0, 0, 0, 0
 
     def memory(self) -> MemoryUse:
         used = self.foreign + self.reserved + self.outside
@@ -38,7 +41,7 @@ class Gpu:
         """Nothing is under way."""
 
     def reset_peak(self) -> None:
-        self.reserved = self.peak = WEIGHTS
+        self.reserved = self.peak = WEIGHTS + self.kept
 
 
 class Runner:
@@ -74,6 +77,11 @@ class Runner:
         self.device.foreign_meanwhile = 0
         self.device.peak = self.device.reserved = WEIGHTS + STEP
 
+    def capture_layers(self) -> None:
+        self.device.kept = LAYERS_INSIDE
+        self.device.reserved += LAYERS_INSIDE
+        self.device.outside += LAYERS_OUTSIDE
+
     def capture_graphs(self) -> object:
         self.device.outside += GRAPHS
         gpu = self.device
@@ -107,12 +115,12 @@ def room_of(
 
 def test_what_the_engine_itself_takes_leaves_its_share(caplog: pytest.LogCaptureFixture) -> None:
     room, warnings = room_of(caplog)
-    left = int(0.9 * TOTAL) - WEIGHTS - STEP - GRAPHS - OUTSIDE - MARGIN_BYTES
+    left = int(0.9 * TOTAL) - WEIGHTS - STEP - GRAPHS - LAYERS - OUTSIDE - MARGIN_BYTES
     assert room.room_bytes == left
     assert room.num_blocks == left // room.block_bytes
     assert not warnings
     eager, _ = room_of(caplog, enforce_eager=True)
-    assert eager.room_bytes == left + GRAPHS
+    assert eager.room_bytes == left + GRAPHS + LAYERS
 
 
 def test_a_second_engine_gets_its_share_beside_the_first(caplog: pytest.LogCaptureFixture) -> None:
@@ -126,7 +134,7 @@ def test_a_second_engine_gets_its_share_beside_the_first(caplog: pytest.LogCaptu
 def test_others_that_leave_too_little_are_named(caplog: pytest.LogCaptureFixture) -> None:
     room, warnings = room_of(caplog, before=60)
     free = TOTAL - 60 * GIB - WEIGHTS - OUTSIDE
-    assert room.room_bytes == free - STEP - GRAPHS - MARGIN_BYTES
+    assert room.room_bytes == free - STEP - GRAPHS - LAYERS - MARGIN_BYTES
     assert len(warnings) == 1
     assert "60.0 GiB of the GPU are used by others" in warnings[0]
 

@@ -195,7 +195,7 @@ class Decoder:
             qkv, residual = self.add_norm_linear(
                 x, residual, layer.input_norm, eps, layer.qkv, layer.qkv_bias
             )
-            out = self._attend(layer, qkv, plan, k_caches[index], v_caches[index], reads_early=True)
+            out = self.attend(layer, qkv, plan, k_caches[index], v_caches[index], reads_early=True)
             x = self.group.all_reduce(self.linear_few(out, layer.o, layer.o_bias))
             x, residual = self.add_norm_gate_up_silu(
                 x, residual, layer.post_norm, eps, layer.gate_up, layer.gate_up_bias
@@ -221,7 +221,7 @@ class Decoder:
         next_norms = [layer.input_norm for layer in self.layers[1:]] + [self.norm]
         for index, layer in enumerate(self.layers):
             qkv = self.linear_medium(x, layer.qkv, layer.qkv_bias)
-            out = self._attend(layer, qkv, plan, k_caches[index], v_caches[index])
+            out = self.attend(layer, qkv, plan, k_caches[index], v_caches[index])
             x = self._add_medium(out, layer.o, layer.o_bias, residual, layer.post_norm)
             x = self.gate_up_silu(x, layer.gate_up, layer.gate_up_bias)
             x = self._add_medium(x, layer.down, layer.down_bias, residual, next_norms[index])
@@ -246,10 +246,10 @@ class Decoder:
     ) -> torch.Tensor:
         """Return this rank's share of self-attention's output [num_tokens, hidden]."""
         qkv = self.linear(x, layer.qkv, layer.qkv_bias)
-        out = self._attend(layer, qkv, plan, k_cache, v_cache)
+        out = self.attend(layer, qkv, plan, k_cache, v_cache)
         return self.linear(out, layer.o, layer.o_bias)
 
-    def _attend(
+    def attend(
         self,
         layer: Layer,
         qkv: torch.Tensor,
@@ -258,8 +258,12 @@ class Decoder:
         v_cache: torch.Tensor,
         *,
         reads_early: bool = False,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return what stands between the layer's qkv and its o; writes the step's K and V."""
+        """Return what stands between the layer's qkv and its o; writes the step's K and V.
+
+        reads_early, out: what self_attention means by them.
+        """
         return self_attention(
             qkv,
             plan,
@@ -270,6 +274,7 @@ class Decoder:
             layer.k_norm,
             self.model.rms_norm_eps,
             reads_early=reads_early,
+            out=out,
         )
 
     def differs_when_even(self, num_reqs: int) -> bool:

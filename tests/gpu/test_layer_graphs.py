@@ -1,0 +1,79 @@
+"""Captured layers on a GPU give a step that a prompt joins what eager launches give it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from body_graphs import Steps, request
+
+from nanorunner.workers.full_sampling import FullSampling
+
+pytestmark = pytest.mark.limit(300)
+
+TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
+
+
+def listen(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+    """Return, growing, the hidden states that each eager head multiplies."""
+    heard: list[torch.Tensor] = []
+    logits = steps.runner.model.compute_logits
+
+    def compute_logits(x: torch.Tensor) -> torch.Tensor:
+        heard.append(x.float())
+        return logits(x)
+
+    monkeypatch.setattr(steps.runner.model, "compute_logits", compute_logits)
+    return heard
+
+
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@torch.inference_mode()
+def test_steps_that_prompts_join_equal_eager_ones_behind_other_rows(
+    dtype: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every prompt's last hidden state; buffers are poisoned between the steps."""
+    settings: dict[str, Any] = {"dtype": dtype, "attention_backend": backend, "on": "cuda"}
+    eager = Steps(has_graphs=False, enforce_eager=True, **settings)
+    captured = Steps(has_graphs=False, **settings)
+    layers = captured.runner.graphs.layers
+    assert layers is not None
+    lists = [listen(steps, monkeypatch) for steps in (eager, captured)]
+    lengths = (3, 70, 126, 200, 130, 30)
+    for index, length in enumerate(lengths):
+        for buffer in (layers.residual, layers.attended, layers.qkv):
+            buffer.fill_(float("nan"))
+        layers.input_ids.fill_(index)
+        prompt = [(5 * index + 3 * i) % 50 for i in range(length)]
+        new = request(index, prompt, FullSampling(temperature=0.0))
+        batch = [(other, 1) for other in range(index)]
+        for steps in (eager, captured):
+            steps.run(*batch, (index, length), new=(new,))
+    torch.cuda.synchronize()
+    assert len(lists[0]) == len(lists[1]) == len(lengths)
+    for theirs, ours in zip(*lists, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+    names = captured.runner.graphs.dispatched
+    assert sum(n for name, n in names.items() if name.startswith("layers")) == len(lengths), names
+    assert not any(name.startswith("layers") for name in eager.runner.graphs.dispatched)
+
+
+def test_a_step_gives_the_same_again_whatever_ran_between() -> None:
+    """Replays of other sizes and of decode graphs share the pool's memory."""
+    steps = Steps(has_graphs=False, on="cuda", dtype="bfloat16")
+    runner = steps.runner
+    heard = []
+    gone: tuple[int, ...] = ()
+    for _ in range(6):
+        for index, length in enumerate((100, 40, 250)):
+            new = request(index, [i % 40 for i in range(length)], FullSampling(seed=3))
+            output = steps.run((index, length), new=(new,), removed=gone)
+            heard.append((index, output.token_ids.tolist()))
+            steps.run((index, 1))  # a decode, by its graph
+            gone = (index,)
+    for index in range(3):
+        assert len({tuple(ids) for which, ids in heard if which == index}) == 1
+    names = runner.graphs.dispatched
+    assert sum(n for name, n in names.items() if name.startswith("layers")) == 18, names

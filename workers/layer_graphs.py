@@ -1,0 +1,164 @@
+"""Graphs of what lies between two attentions, for steps that a prompt joins.
+
+    first | attention | between | attention | between | ... | attention | last
+
+How attention is launched depends on whose tokens a step has, so no graph of a whole step serves
+decodes and prompts together. All else of a layer goes token by token: its launches depend on how
+many tokens there are, and more of them than the step has do no harm. They are most of a step's
+launches, and a step with a short prompt takes as long as the host needs to make them (H200, 60
+decodes, ms, the host's share first):
+
+    prompt of            16           100          200          300          400
+    8B    eager      14.2, 14.3   16.9, 17.0   14.5, 14.6   15.1, 15.2   14.5, 14.6
+          captured    6.2,  6.6    6.1,  7.1    6.3,  9.4    6.9, 10.6    7.1, 13.5
+    0.6B  eager      11.0, 11.1   12.4, 12.5   12.0, 12.1   11.4, 11.5   11.3, 11.4
+          captured    5.4,  5.5    4.9,  5.0    5.7,  5.8    5.1,  5.2    5.0,  5.0
+
+So they are captured for some numbers of tokens, and a step takes the next larger. A step that keeps
+the GPU busy for longer than its launches take has none, and needs none.
+
+On one rank alone: between ranks all-reduces would be among them, which was never measured.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from nanorunner.kernels.attention_batch import AttentionBatch
+from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
+from nanorunner.kernels.self_attention import plan_attention
+from nanorunner.workers.models.decoder import Decoder
+
+# A layer's launches take the host 300 to 650 us; meanwhile an H200 computes about this.
+WORTH_FLOPS = 4e11
+PADDING_FLOPS = 1.2e10  # of a layer, for tokens that nobody has: 20 us
+MOST_TOKENS = 2048
+LEAST_STEP, MOST_STEP = 32, 128  # from one size to the next
+
+
+def sizes_of(decoder: Decoder, most_tokens: int) -> list[int]:
+    """Return the numbers of tokens to capture a decoder's layers for, ascending.
+
+    most_tokens: of a step.
+    """
+    layer = decoder.layers[0]
+    weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
+    flops = 2 * sum(weight.numel() for weight in weights)  # of a token
+    step = LEAST_STEP
+    while step < MOST_STEP and 2 * step * flops <= PADDING_FLOPS:
+        step *= 2
+    return list(range(step, min(most_tokens, MOST_TOKENS, int(WORTH_FLOPS / flops)) + 1, step))
+
+
+class LayerGraphs:
+    """One rank's graphs of a decoder's token-by-token parts, and the buffers between them.
+
+    residual, attended, qkv [largest size, ...], and what `last` returns. Owner: this object. Place:
+    the device; the last in the graphs' memory pool. Lifetime: this object's; contents one step (of
+    the pool: until the next replay of any of its graphs). Last writers, on the main stream:
+    residual, qkv a replay; attended attention. Rows behind a step's tokens hold older steps'.
+    """
+
+    def __init__(self, decoder: Decoder, input_ids: torch.Tensor) -> None:
+        """input_ids [most tokens of a step]: where each step's lie."""
+        self.decoder, self.input_ids = decoder, input_ids
+        self.sizes = sizes_of(decoder, len(input_ids))
+        most, layer = self.sizes[-1] if self.sizes else 0, decoder.layers[0]
+
+        def zeros(width: int) -> torch.Tensor:
+            return torch.zeros((most, width), dtype=decoder.dtype, device=decoder.device)
+
+        self.residual = zeros(layer.o.shape[0])
+        self.attended = zeros(layer.o.shape[1])
+        self.qkv = zeros(layer.qkv.shape[0])
+        self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._hidden: dict[int, torch.Tensor] = {}
+
+    def capture(self) -> None:
+        """Capture all sizes, the largest first: the smaller ones fit in its memory."""
+        if not self.sizes:
+            return
+        pool, device = torch.cuda.graph_pool_handle(), self.decoder.device
+        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            for part in self._parts(self.sizes[-1]):
+                part()  # libraries set themselves up at the first call
+            for size in reversed(self.sizes):
+                graphs = []
+                for part in self._parts(size):
+                    graph = torch.cuda.CUDAGraph()
+                    graph.capture_begin(pool, capture_error_mode="thread_local")
+                    hidden = part()
+                    graph.capture_end()
+                    graphs.append(graph)
+                assert hidden is not None, "the last part returns the hidden states"
+                self._graphs[size], self._hidden[size] = graphs, hidden
+        torch.cuda.current_stream(device).wait_stream(stream)
+
+    def size_for(self, num_tokens: int) -> int | None:
+        """Return the size that serves so many tokens, None when there is none."""
+        place = bisect_left(self.sizes, num_tokens)
+        size = self.sizes[place] if place < len(self.sizes) else None
+        return size if size in self._graphs else None
+
+    def forward(
+        self,
+        size: int,
+        positions: torch.Tensor,
+        batch: AttentionBatch,
+        k_caches: list[torch.Tensor],
+        v_caches: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Return what Decoder.forward would for the ids in input_ids; as long as `last` lasts.
+
+        positions [num_tokens], at most `size`.
+        """
+        decoder, num_tokens = self.decoder, len(positions)
+        plan = plan_attention(
+            positions, decoder.cos_sin, batch, decoder.attention_backend, k_caches[0]
+        )
+        qkv, attended = self.qkv[:num_tokens], self.attended[:num_tokens]
+        first, *others = self._graphs[size]
+        first.replay()
+        for index, graph in enumerate(others):
+            decoder.attend(
+                decoder.layers[index], qkv, plan, k_caches[index], v_caches[index], out=attended
+            )
+            graph.replay()
+        return self._hidden[size][:num_tokens]
+
+    def _parts(self, size: int) -> list[Callable[[], torch.Tensor | None]]:
+        """Return what is captured, in its order, over the first `size` rows of the buffers."""
+        decoder = self.decoder
+        layers, eps = decoder.layers, decoder.model.rms_norm_eps
+        ids = self.input_ids[:size]
+        residual, attended, qkv = (
+            buffer[:size] for buffer in (self.residual, self.attended, self.qkv)
+        )
+
+        def first() -> None:
+            residual.copy_(decoder.embed_tokens(ids))
+            x = rms_norm(residual, layers[0].input_norm, eps)
+            decoder.linear(x, layers[0].qkv, layers[0].qkv_bias, qkv)
+
+        def to_next_norm(index: int, gain: torch.Tensor) -> torch.Tensor:
+            layer = layers[index]
+            x = decoder.linear(attended, layer.o, layer.o_bias)
+            x = add_rms_norm(x, residual, layer.post_norm, eps)
+            return add_rms_norm(decoder.mlp(layer, x), residual, gain, eps)
+
+        def between(index: int) -> None:
+            following = layers[index + 1]
+            x = to_next_norm(index, following.input_norm)
+            decoder.linear(x, following.qkv, following.qkv_bias, qkv)
+
+        def last() -> torch.Tensor:
+            return to_next_norm(len(layers) - 1, decoder.norm)
+
+        middle = [lambda index=index: between(index) for index in range(len(layers) - 1)]
+        return [first, *middle, last]

@@ -4,11 +4,11 @@
 
 Random weights of a preset's shapes. So many requests of --input-len ids (--ragged: of a third to
 twice as many) decode; after 200 steps torch.profiler records --steps of them on rank 0. With
---chunk a prompt of so many ids arrives in each recorded step, which is then a mixed one, launched
-kernel by kernel. Printed: how long no kernel ran, and the longest such gaps; for each kernel its
-microseconds a step, launches a step and microseconds a launch; then some kernels in their order,
-each with the gap to the end of the one before, which is negative where they overlap. Times of
-overlapping kernels include their waiting, so they add up to more than the step.
+--chunk a prompt of so many ids arrives in each recorded step, which is then a mixed one. Printed:
+how long no kernel ran, and the longest such gaps; for each kernel its microseconds a step, launches
+a step and microseconds a launch; then some kernels in their order, each with the gap to the end of
+the one before, which is negative where they overlap. Times of overlapping kernels include their
+waiting, so they add up to more than the step.
 
 The last line of stdout is the whole result as JSON.
 """

@@ -5,12 +5,12 @@
 How attention is launched depends on whose tokens a step has, so no graph of a whole step serves
 decodes and prompts together. All else of a layer goes token by token: its launches depend on how
 many tokens there are, and more of them than the step has do no harm. They are most of a step's
-launches, and a step with a short prompt takes as long as the host needs to make them (H200, 60
-decodes, ms, the host's share first):
+launches, and a step with a short prompt takes as long as the host needs to make them
+(scripts/bench_mixed_steps.py on an H200, 60 decodes, ms, the host's share first):
 
     prompt of            16           100          200          300          400
-    8B    eager      14.2, 14.3   16.9, 17.0   14.5, 14.6   15.1, 15.2   14.5, 14.6
-          captured    6.2,  6.6    6.1,  7.1    6.3,  9.4    6.9, 10.6    7.1, 13.5
+    8B    eager      14.3, 14.5   16.6, 16.8   14.2, 14.4   14.2, 14.5   14.0, 14.3
+          captured    6.3,  6.5    6.3,  6.9    6.5,  9.2    6.5, 10.7    6.4, 13.1
     0.6B  eager      11.0, 11.1   12.4, 12.5   12.0, 12.1   11.4, 11.5   11.3, 11.4
           captured    5.4,  5.5    4.9,  5.0    5.7,  5.8    5.1,  5.2    5.0,  5.0
 

@@ -7,7 +7,7 @@ splits of the columns, ...); an Algorithm is one such set of numbers. kernels/pr
 measured ones.
 
     multiply(x, weight, algorithm)     once a projection; may be captured in a CUDA graph
-    Product                            what scripts/tune_products.py asks: which ones are there?
+    Product, its bind()                the library's descriptions of a product; may it be had so?
 
 What a number means may change from one version of the library to the next, so an Algorithm names
 its version. Whatever the numbers, a kernel that the library accepts computes the product, with a
@@ -31,14 +31,11 @@ import torch
 SUM_FLOAT32, SCALE_FLOAT32 = 68, 0
 TYPES = {torch.float16: 2, torch.bfloat16: 14}
 TRANSPOSE_FIRST = 3  # an attribute of a product
-MOST_WORKSPACE = 1  # an attribute of a preference
-TILE_IDS, MOST_CUSTOM = 6, 7  # capabilities of an algorithm
 # Where the parts of split columns are added: nowhere, or in float32 in a workspace, in their order.
 UNSPLIT, IN_FLOAT32 = 0, 2
 
 WORKSPACE_BYTES = 32 << 20  # the most that a kernel may want; what PyTorch gives cuBLAS on Hopper
 ALIGNMENT = 256  # of every matrix's address, what the library takes for granted
-MOST_SUGGESTIONS = 64
 AlgorithmWords = c_uint64 * 8  # opaque
 
 
@@ -74,7 +71,6 @@ ATTRIBUTES = {
     "inner": Attribute(7, c_uint16),
     "cluster": Attribute(8, c_uint16),
 }
-ID_ATTRIBUTE = 0
 
 
 class Heuristic(ctypes.Structure):
@@ -101,11 +97,17 @@ def multiply(
     write. ValueError where the library has no such kernel for them.
     """
     rows, num_in = x.shape
-    index = weight.device.index
-    launch = _bind(rows, len(weight), num_in, x.dtype, index, algorithm)
+    launch = _bind(rows, len(weight), num_in, x.dtype, weight.device.index, algorithm)
     if launch is None:
         raise ValueError(f"cuBLAS refuses {algorithm} for {rows} x {num_in} x {len(weight)}")
     return launch(x, weight, out)
+
+
+def accepts(
+    rows: int, shape: torch.Size, dtype: torch.dtype, device: torch.device, algorithm: Algorithm
+) -> bool:
+    """Return whether the library has such a kernel for rows of x times a weight of [out, in]."""
+    return _bind(rows, *shape, dtype, device.index, algorithm) is not None
 
 
 def takes(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -137,46 +139,15 @@ class Product:
         library = _library()
         if library is None:
             raise OSError("this PyTorch has no cuBLASLt")
-        self._library, self._handle = library, _handle(device_index)
+        self.library, self.handle = library, _handle(device_index)
         # To the library a matrix's columns lie one after the other. So it sees x and weight
         # transposed, and is asked for out.T = weight @ x.T: what it writes is out by rows.
-        self._operation = pointer()
-        self._call("MatmulDescCreate", byref(self._operation), SUM_FLOAT32, SCALE_FLOAT32)
-        self._set("MatmulDesc", self._operation, TRANSPOSE_FIRST, c_int(1))
-        self._weight = self._matrix(num_in, num_out)
-        self._x = self._matrix(num_in, rows)
-        self._out = self._matrix(num_out, rows)
-
-    def suggestions(self) -> list[Algorithm]:
-        """Return what the library would try, its own choice first."""
-        preference = pointer()
-        self._call("MatmulPreferenceCreate", byref(preference))
-        self._set("MatmulPreference", preference, MOST_WORKSPACE, c_uint64(WORKSPACE_BYTES))
-        results, count = (Heuristic * MOST_SUGGESTIONS)(), c_int()
-        self._call(
-            "MatmulAlgoGetHeuristic", self._handle, self._operation, self._weight, self._x,
-            self._out, self._out, preference, MOST_SUGGESTIONS, results, byref(count),
-        )  # fmt: skip
-        self._call("MatmulPreferenceDestroy", preference)
-        return [self._read(result.algorithm) for result in results[: count.value]]
-
-    def tiles(self, algorithm_id: int) -> list[int]:
-        """Return the numbers of the tiles that an algorithm knows."""
-        words, size = self._known(algorithm_id), c_size_t()
-        self._call("MatmulAlgoCapGetAttribute", byref(words), TILE_IDS, None, 0, byref(size))
-        numbers = (c_uint32 * (size.value // 4))()
-        self._call(
-            "MatmulAlgoCapGetAttribute", byref(words), TILE_IDS, numbers, size.value, byref(size)
-        )
-        return list(numbers)
-
-    def most_custom(self, algorithm_id: int) -> int:
-        """Return the largest number of an algorithm's custom option."""
-        words, number, size = self._known(algorithm_id), c_uint32(), c_size_t()
-        self._call(
-            "MatmulAlgoCapGetAttribute", byref(words), MOST_CUSTOM, byref(number), 4, byref(size)
-        )
-        return int(number.value)
+        self.operation = pointer()
+        self.call("MatmulDescCreate", byref(self.operation), SUM_FLOAT32, SCALE_FLOAT32)
+        self.describe("MatmulDesc", self.operation, TRANSPOSE_FIRST, c_int(1))
+        self.weight = self._matrix(num_in, num_out)
+        self.x = self._matrix(num_in, rows)
+        self.out = self._matrix(num_out, rows)
 
     def bind(self, algorithm: Algorithm) -> Launch | None:
         """Return what runs this product by an algorithm; None where the library refuses it."""
@@ -185,18 +156,18 @@ class Product:
             IN_FLOAT32 if is_split else UNSPLIT
         ):
             return None
-        words = self._start(algorithm.id)
+        words = self.start(algorithm.id)
         if words is None:
             return None
         for name, attribute in ATTRIBUTES.items():
             value = attribute.kind(getattr(algorithm, name))
-            if self._library.cublasLtMatmulAlgoConfigSetAttribute(
+            if self.library.cublasLtMatmulAlgoConfigSetAttribute(
                 byref(words), attribute.number, byref(value), ctypes.sizeof(value)
             ):
                 return None
         verdict = Heuristic()
-        status = self._library.cublasLtMatmulAlgoCheck(
-            self._handle, self._operation, self._weight, self._x, self._out, self._out,
+        status = self.library.cublasLtMatmulAlgoCheck(
+            self.handle, self.operation, self.weight, self.x, self.out, self.out,
             byref(words), byref(verdict),
         )  # fmt: skip
         if status or verdict.status or verdict.workspace_bytes > WORKSPACE_BYTES:
@@ -216,59 +187,42 @@ class Product:
         if out is None:
             out = torch.empty((rows, num_out), dtype=self.dtype, device=x.device)
         assert out.is_contiguous(), "the library writes row after row"
+        assert out.data_ptr() % ALIGNMENT == 0, "and takes its address to be aligned"
         assert out.shape == (rows, num_out), "an output of this product"
         assert out.dtype == self.dtype, "an output of this product"
         # From PyTorch's pool: the next kernel of this stream may have it, and so may a graph's.
         workspace = None
         if workspace_bytes:
             workspace = torch.empty(workspace_bytes, dtype=torch.uint8, device=x.device)
-        self._call(
-            "Matmul", self._handle, self._operation, byref(ONE), weight.data_ptr(), self._weight,
-            x.data_ptr(), self._x, byref(ZERO), out.data_ptr(), self._out, out.data_ptr(),
-            self._out, byref(words), None if workspace is None else workspace.data_ptr(),
+        self.call(
+            "Matmul", self.handle, self.operation, byref(ONE), weight.data_ptr(), self.weight,
+            x.data_ptr(), self.x, byref(ZERO), out.data_ptr(), self.out, out.data_ptr(),
+            self.out, byref(words), None if workspace is None else workspace.data_ptr(),
             workspace_bytes, torch.cuda.current_stream(x.device).cuda_stream,
         )  # fmt: skip
         return out
 
     def _matrix(self, num_rows: int, num_columns: int) -> pointer:
         layout, kind = pointer(), TYPES[self.dtype]
-        self._call("MatrixLayoutCreate", byref(layout), kind, num_rows, num_columns, num_rows)
+        self.call("MatrixLayoutCreate", byref(layout), kind, num_rows, num_columns, num_rows)
         return layout
 
-    def _start(self, algorithm_id: int) -> Any:
+    def start(self, algorithm_id: int) -> Any:
         """Return an algorithm without a configuration, None where the library has none."""
         words, kind = AlgorithmWords(), TYPES[self.dtype]
-        status = self._library.cublasLtMatmulAlgoInit(
-            self._handle, SUM_FLOAT32, SCALE_FLOAT32, kind, kind, kind, kind, algorithm_id,
+        status = self.library.cublasLtMatmulAlgoInit(
+            self.handle, SUM_FLOAT32, SCALE_FLOAT32, kind, kind, kind, kind, algorithm_id,
             byref(words),
         )  # fmt: skip
         return None if status else words
 
-    def _known(self, algorithm_id: int) -> Any:
-        words = self._start(algorithm_id)
-        if words is None:
-            raise ValueError(f"cuBLAS has no algorithm {algorithm_id} for {self.dtype}")
-        return words
+    def describe(self, kind: str, thing: pointer, attribute: int, value: Any) -> None:
+        """Set an attribute of one of the library's descriptions."""
+        self.call(f"{kind}SetAttribute", thing, attribute, byref(value), ctypes.sizeof(value))
 
-    def _read(self, words: Any) -> Algorithm:
-        """Return an opaque algorithm by its numbers."""
-        numbers = {}
-        for name, attribute in {"id": Attribute(ID_ATTRIBUTE), **ATTRIBUTES}.items():
-            value, size = attribute.kind(), c_size_t()
-            self._call(
-                "MatmulAlgoConfigGetAttribute", byref(words), attribute.number, byref(value),
-                ctypes.sizeof(value), byref(size),
-            )  # fmt: skip
-            numbers[name] = int(value.value)
-        version = library_version()
-        assert version is not None, "a product exists only where the library does"
-        return Algorithm(library=version, **numbers)
-
-    def _set(self, kind: str, thing: pointer, attribute: int, value: Any) -> None:
-        self._call(f"{kind}SetAttribute", thing, attribute, byref(value), ctypes.sizeof(value))
-
-    def _call(self, name: str, *args: Any) -> None:
-        status = getattr(self._library, f"cublasLt{name}")(*args)
+    def call(self, name: str, *args: Any) -> None:
+        """Call a function of the library; RuntimeError when it fails."""
+        status = getattr(self.library, f"cublasLt{name}")(*args)
         if status:
             raise RuntimeError(f"cublasLt{name} returned {status} for a product of {self.shape}")
 
@@ -293,9 +247,6 @@ ONE, ZERO = c_float(1.0), c_float(0.0)
 ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "MatrixLayoutCreate": (POINTER(pointer), c_int, c_uint64, c_uint64, c_int64),
     "MatmulDescSetAttribute": (pointer, c_int, pointer, c_size_t),
-    "MatmulPreferenceSetAttribute": (pointer, c_int, pointer, c_size_t),
-    "MatmulAlgoCapGetAttribute": (pointer, c_int, pointer, c_size_t, pointer),
-    "MatmulAlgoConfigGetAttribute": (pointer, c_int, pointer, c_size_t, pointer),
     "MatmulAlgoConfigSetAttribute": (pointer, c_int, pointer, c_size_t),
     "Matmul": (*(pointer,) * 14, c_size_t, pointer),
 }
@@ -328,7 +279,7 @@ def _handle(device_index: int) -> pointer:
     return handle
 
 
-@functools.cache
+@functools.cache  # one for each shape, dtype and number of rows that a table serves
 def _bind(
     rows: int,
     num_out: int,

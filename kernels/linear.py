@@ -1,10 +1,10 @@
 """The projections: x @ weight.T + bias, with weights repacked once for the CPU.
 
-On a GPU this is cuBLAS, by the kernel that a table has for the shape and the rows
-(kernels/product_plans.py), else by the one that it picks itself. On a CPU, plain row-major weights
-cost a decode step of a few rows twice the time, because the library lays them out anew on every
-call. So the decoder packs each weight once, after loading, into oneDNN's blocked layout. SmolLM2's
-121 projections on one core, in ms (Xeon with AMX, torch 2.13):
+On a GPU this is cuBLAS, by the kernel that a table has for a shape and its rows, in 16 bits and
+without a bias (kernels/product_plans.py), else by the one that it picks itself. On a CPU, plain
+row-major weights cost a decode step of a few rows twice the time, because the library lays them out
+anew on every call. So the decoder packs each weight once, after loading, into oneDNN's blocked
+layout. SmolLM2's 121 projections on one core, in ms (Xeon with AMX, torch 2.13):
 
     rows                    1     2     4     8    64   256
     float32   plain        42    46    80   110   137   356

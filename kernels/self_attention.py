@@ -82,6 +82,7 @@ def self_attention(
     """
     num_tokens, scale = qkv.shape[0], shape.head_dim**-0.5
     if _is_fused(qkv, plan, shape.num_kv_heads):
+        assert out is None, "fused_decode() has an output of its own"
         out = fused_decode(
             qkv, plan.positions, plan.cos_sin, k_cache, v_cache, plan.batch, *shape,
             q_norm, k_norm, eps, scale, reads_early=reads_early,

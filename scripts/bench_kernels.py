@@ -63,6 +63,7 @@ PREFILL_PLANS = [
 ]
 
 Launch = Callable[[], object]
+Timer = Callable[[int], float]  # replays -> microseconds of a launch
 
 
 class Case(NamedTuple):
@@ -78,6 +79,13 @@ class Case(NamedTuple):
 
 def graph_us(launches: list[Launch]) -> float:
     """Return microseconds a launch, from replays of a graph that holds them all."""
+    measure = graph_timer(launches)
+    measure(2)
+    return measure(REPLAYS)
+
+
+def graph_timer(launches: list[Launch]) -> Timer:
+    """Return what replays a graph of the launches so often: the median us of one of them."""
     for launch in launches[:2]:
         launch()
     torch.cuda.synchronize()
@@ -86,15 +94,19 @@ def graph_us(launches: list[Launch]) -> float:
         for launch in launches:
             launch()
     event: Any = partial(torch.cuda.Event, enable_timing=True)
-    times: list[float] = []
-    for _ in range(REPLAYS + 2):
-        begin, end = event(), event()
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times[2:]) * 1e3 / len(launches)
+    begin, end = event(), event()
+
+    def measure(replays: int) -> float:
+        times: list[float] = []
+        for _ in range(replays):
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return statistics.median(times) * 1e3 / len(launches)
+
+    return measure
 
 
 def num_sets(num_bytes: float) -> int:

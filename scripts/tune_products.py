@@ -19,7 +19,7 @@ import shlex
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
@@ -30,19 +30,27 @@ import torch.nn.functional as F
 
 from nanorunner.bench.measuring_flags import counts_above_0
 from nanorunner.flags import Parser
-from nanorunner.kernels.cublas_lt import IN_FLOAT32, Algorithm, Launch, Product
+from nanorunner.kernels.cublas_lt import IN_FLOAT32, Algorithm, Launch, library_version
 from nanorunner.kernels.few_rows_plans import FOLDER, Key
-from nanorunner.kernels.product_plans import OWN_CHOICE, PRODUCT, Plan, load_products, table_name
+from nanorunner.kernels.product_plans import (
+    PRODUCT,
+    OwnChoice,
+    ProductPlan,
+    load_products,
+    table_name,
+)
 
 if TYPE_CHECKING:
     from scripts.bench_engine import describe_machine, write
-    from scripts.bench_kernels import READ_BYTES_PER_S, num_sets
+    from scripts.bench_kernels import READ_BYTES_PER_S, Timer, graph_timer, num_sets
+    from scripts.cublas_kernels import Kernels
     from scripts.tune_check import excess, projection_truth
     from scripts.tune_models import MODELS, OPTIONS, layer_shapes
     from scripts.tune_race import measured, write_table
 else:  # a script's own folder is where Python looks first; it is no package
     from bench_engine import describe_machine, write
-    from bench_kernels import READ_BYTES_PER_S, num_sets
+    from bench_kernels import READ_BYTES_PER_S, Timer, graph_timer, num_sets
+    from cublas_kernels import Kernels
     from tune_check import excess, projection_truth
     from tune_models import MODELS, OPTIONS, layer_shapes
     from tune_race import measured, write_table
@@ -59,31 +67,6 @@ VOCABULARY = 151936  # Qwen3's, the head's rows
 MOST_HEAD_ROWS = 256  # a step samples once for each request
 
 Shape = tuple[int, int]  # out, in
-Timer = Callable[[int], float]  # us of a launch, from so many replays
-
-
-def timer(launches: list[Callable[[], object]]) -> Timer:
-    """Return what times a graph of the launches; each must have run before."""
-    launches[0]()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for launch in launches:
-            launch()
-    event: Any = partial(torch.cuda.Event, enable_timing=True)
-    begin, end = event(), event()
-
-    def measure(replays: int) -> float:
-        times: list[float] = []
-        for _ in range(replays):
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(begin.elapsed_time(end) * 1e3 / len(launches))
-        return statistics.median(times)
-
-    return measure
 
 
 class Search:
@@ -96,7 +79,7 @@ class Search:
         self.weights = [torch.randn(shape, **OPTIONS).mul_(num_in**-0.5) for _ in range(count)]
         self.x = torch.randn((rows, num_in), **OPTIONS)
         device_index = torch.cuda.current_device()
-        self.product = Product(rows, num_out, num_in, torch.bfloat16, device_index)
+        self.product = Kernels(rows, num_out, num_in, torch.bfloat16, device_index)
         self.times: dict[Algorithm, float] = {}  # us, from QUICK replays
 
     def run(self) -> dict[str, Any]:
@@ -107,7 +90,7 @@ class Search:
         self.try_all(a._replace(cluster=c) for a in self.best(CLUSTERED) for c in TOGETHER)
         self.try_all(self.widened())
         own = partial(F.linear, self.x)
-        own_timer = timer([partial(own, weight) for weight in self.weights])
+        own_timer = graph_timer([partial(own, weight) for weight in self.weights])
         truth = projection_truth(self.x, self.weights[0])
         finals = []
         for algorithm in self.best(len(self.times)):
@@ -122,7 +105,8 @@ class Search:
                 break
         turns = [(own_timer(THOROUGH), *(t(THOROUGH) for _, t in finals)) for _ in range(3)]
         own_us, *final_us = (statistics.median(times) for times in zip(*turns, strict=True))
-        best_us, index = min((us, i) for i, us in enumerate(final_us))
+        times = dict(zip((algorithm for algorithm, _ in finals), final_us, strict=True))
+        best = min(times, key=lambda algorithm: times[algorithm], default=None)
         num_out, num_in = self.shape
         return {
             "out": num_out,
@@ -130,10 +114,11 @@ class Search:
             "rows": self.rows,
             "floor_us": round(2 * num_out * num_in / READ_BYTES_PER_S * 1e6, 2),
             "own_us": round(own_us, 2),
-            "us": round(best_us, 2),
+            "us": round(own_us if best is None else times[best], 2),
             "timed": len(self.times),
-            "algorithm": finals[index][0]._asdict(),
-            "finals": [[round(us, 2), *a] for us, (a, _) in zip(final_us, finals, strict=True)],
+            "library": library_version(),
+            "algorithm": None if best is None else best._asdict(),
+            "finals": [[round(us, 2), *algorithm] for algorithm, us in times.items()],
         }
 
     def try_all(self, algorithms: Iterable[Algorithm]) -> None:
@@ -168,7 +153,7 @@ class Search:
 
     def timer_of(self, launch: Launch) -> Timer:
         """Return what times a kernel over all weights."""
-        return timer([partial(launch, self.x, weight) for weight in self.weights])
+        return graph_timer([partial(launch, self.x, weight) for weight in self.weights])
 
 
 def shapes_of(models: Iterable[str], tps: Iterable[int], rows: int) -> list[Shape]:
@@ -182,10 +167,10 @@ def shapes_of(models: Iterable[str], tps: Iterable[int], rows: int) -> list[Shap
     return list(dict.fromkeys(shapes))
 
 
-def entry_of(line: dict[str, Any]) -> tuple[Plan, float]:
+def entry_of(line: dict[str, Any]) -> tuple[ProductPlan, float]:
     """Return the plan that a search's line is worth, and its microseconds."""
     if line["us"] > (1 - LEAST_GAIN) * line["own_us"]:
-        return OWN_CHOICE, line["own_us"]
+        return OwnChoice(line["library"]), line["own_us"]
     return Algorithm(**line["algorithm"]), line["us"]
 
 
@@ -212,16 +197,13 @@ def run(args: argparse.Namespace, argv: list[str]) -> dict[str, Any]:
             print("out of time; the rest was not measured, and its entries stay as they were")
             break
         line = Search(shape, rows).run()
-        algorithm = Algorithm(**line["algorithm"])
         key: Key = (PRODUCT, *shape, rows)
         table[key] = entry_of(line)
         result["products"].append(line)
         num_out, num_in = shape
         print(
             f"{num_out:6} {num_in:6} {rows:4} {line['floor_us']:6.1f} {line['own_us']:7.2f} "
-            f"{line['us']:7.2f}  of {line['timed']}: tile {algorithm.tile} cluster "
-            f"{algorithm.cluster} splits {algorithm.splits} custom {algorithm.custom} "
-            f"swizzle {algorithm.swizzle}",
+            f"{line['us']:7.2f}  of {line['timed']}: {line['algorithm']}",
             flush=True,
         )
         write_table(path, table, "kernels/product_plans.py", "scripts/tune_products.py")

@@ -14,8 +14,10 @@ launches, and a step with a short prompt takes as long as the host needs to make
     0.6B  eager      11.0, 11.1   12.4, 12.5   12.0, 12.1   11.4, 11.5   11.3, 11.4
           captured    5.4,  5.5    4.9,  5.0    5.7,  5.8    5.1,  5.2    5.0,  5.0
 
-So they are captured for some numbers of tokens, and a step takes the next larger. A step that keeps
-the GPU busy for longer than its launches take has none, and needs none.
+So they are captured for some numbers of tokens, and a step takes the next larger. The longer the
+step, the less there is to gain: there with a prompt of 500 8B takes 14.9 ms eagerly and 15.4
+captured, with 600 17.7 and 19.4, with 800 23.1 and 22.8. Where the host is twice as slow, as some
+were, all of these wait for it; so sizes reach as far as a slow host needs them.
 
 On one rank alone: between ranks all-reduces would be among them, which was never measured.
 """
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -31,42 +34,59 @@ import torch
 from nanorunner.kernels.attention_batch import AttentionBatch
 from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
 from nanorunner.kernels.self_attention import plan_attention
+from nanorunner.kernels.triton_support import num_processors
 from nanorunner.workers.models.decoder import Decoder
 
-# A layer's launches take the host 300 to 650 us; meanwhile an H200 computes about this.
+# What an H200 computes in 16 bits while a slow host makes a layer's launches, 650 us.
 WORTH_FLOPS = 4e11
 PADDING_FLOPS = 1.2e10  # of a layer, for tokens that nobody has: 20 us
 MOST_TOKENS = 2048
 LEAST_STEP, MOST_STEP = 32, 128  # from one size to the next
+# 16-bit arithmetic of a processor, as a share of an H200's (NVIDIA's data sheets): A100, Hopper,
+# data-centre Blackwell; all others have 0.13 to 0.2.
+PROCESSORS = 132
+SHARES = {(8, 0): 0.4, (9, 0): 1.0, (10, 0): 2.0}
+OTHER_SHARE = 0.17
+FLOAT32_SHARE = 0.1  # of 16 bits: no tensor cores
 
 
-def sizes_of(decoder: Decoder, most_tokens: int) -> list[int]:
+def relative_speed(device: torch.device, dtype: torch.dtype) -> float:
+    """Return a GPU's arithmetic as a share of an H200's in 16 bits."""
+    share = SHARES.get(torch.cuda.get_device_capability(device), OTHER_SHARE)
+    share *= num_processors(device) / PROCESSORS
+    return share * (FLOAT32_SHARE if dtype.itemsize == 4 else 1.0)
+
+
+def sizes_of(decoder: Decoder, most_tokens: int, speed: float) -> list[int]:
     """Return the numbers of tokens to capture a decoder's layers for, ascending.
 
-    most_tokens: of a step.
+    most_tokens: of a step; steps of exactly so many are common. speed: relative_speed().
     """
     layer = decoder.layers[0]
     weights = (layer.qkv, layer.o, layer.gate_up, layer.down)
     flops = 2 * sum(weight.numel() for weight in weights)  # of a token
     step = LEAST_STEP
-    while step < MOST_STEP and 2 * step * flops <= PADDING_FLOPS:
+    while step < MOST_STEP and 2 * step * flops <= speed * PADDING_FLOPS:
         step *= 2
-    return list(range(step, min(most_tokens, MOST_TOKENS, int(WORTH_FLOPS / flops)) + 1, step))
+    longest = min(MOST_TOKENS, int(speed * WORTH_FLOPS / flops)) // step * step
+    sizes = list(range(step, min(most_tokens, longest) + 1, step))
+    if most_tokens < longest and most_tokens % step:
+        sizes.append(most_tokens)
+    return sizes
 
 
 class LayerGraphs:
     """One rank's graphs of a decoder's token-by-token parts, and the buffers between them.
 
-    residual, attended, qkv [largest size, ...], and what `last` returns. Owner: this object. Place:
-    the device; the last in the graphs' memory pool. Lifetime: this object's; contents one step (of
-    the pool: until the next replay of any of its graphs). Last writers, on the main stream:
-    residual, qkv a replay; attended attention. Rows behind a step's tokens hold older steps'.
+    residual, attended, qkv, hidden [largest size, ...]. Owner: this object. Place: the device.
+    Lifetime: this object's; contents one step. Last writers, on the main stream: attended
+    attention, the others a replay. Rows behind a step's tokens hold older steps'.
     """
 
-    def __init__(self, decoder: Decoder, input_ids: torch.Tensor) -> None:
-        """input_ids [most tokens of a step]: where each step's lie."""
+    def __init__(self, decoder: Decoder, input_ids: torch.Tensor, speed: float) -> None:
+        """input_ids [most tokens of a step]: where each step's lie. speed: relative_speed()."""
         self.decoder, self.input_ids = decoder, input_ids
-        self.sizes = sizes_of(decoder, len(input_ids))
+        self.sizes = sizes_of(decoder, len(input_ids), speed)
         most, layer = self.sizes[-1] if self.sizes else 0, decoder.layers[0]
 
         def zeros(width: int) -> torch.Tensor:
@@ -75,30 +95,24 @@ class LayerGraphs:
         self.residual = zeros(layer.o.shape[0])
         self.attended = zeros(layer.o.shape[1])
         self.qkv = zeros(layer.qkv.shape[0])
+        self.hidden = zeros(layer.o.shape[0])
         self._graphs: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        self._hidden: dict[int, torch.Tensor] = {}
 
     def capture(self) -> None:
         """Capture all sizes, the largest first: the smaller ones fit in its memory."""
         if not self.sizes:
             return
-        pool, device = torch.cuda.graph_pool_handle(), self.decoder.device
-        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        device = self.decoder.device
+        pool, stream = torch.cuda.graph_pool_handle(), _capture_stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
-            for part in self._parts(self.sizes[-1]):
-                part()  # libraries set themselves up at the first call
             for size in reversed(self.sizes):
-                graphs = []
-                for part in self._parts(size):
-                    graph = torch.cuda.CUDAGraph()
-                    graph.capture_begin(pool, capture_error_mode="thread_local")
-                    hidden = part()
-                    graph.capture_end()
-                    graphs.append(graph)
-                assert hidden is not None, "the last part returns the hidden states"
-                self._graphs[size], self._hidden[size] = graphs, hidden
-        torch.cuda.current_stream(device).wait_stream(stream)
+                parts = self._parts(size)
+                for part in (parts[0], parts[1], parts[-1]):
+                    part()  # libraries set themselves up at a shape's first call
+                self._graphs[size] = [_capture(part, pool) for part in parts]
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()  # what the first calls took
 
     def size_for(self, num_tokens: int) -> int | None:
         """Return the size that serves so many tokens, None when there is none."""
@@ -114,7 +128,7 @@ class LayerGraphs:
         k_caches: list[torch.Tensor],
         v_caches: list[torch.Tensor],
     ) -> torch.Tensor:
-        """Return what Decoder.forward would for the ids in input_ids; as long as `last` lasts.
+        """Return what Decoder.forward would for the ids in input_ids: rows of `hidden`.
 
         positions [num_tokens], at most `size`.
         """
@@ -130,15 +144,15 @@ class LayerGraphs:
                 decoder.layers[index], qkv, plan, k_caches[index], v_caches[index], out=attended
             )
             graph.replay()
-        return self._hidden[size][:num_tokens]
+        return self.hidden[:num_tokens]
 
-    def _parts(self, size: int) -> list[Callable[[], torch.Tensor | None]]:
+    def _parts(self, size: int) -> list[Callable[[], None]]:
         """Return what is captured, in its order, over the first `size` rows of the buffers."""
         decoder = self.decoder
         layers, eps = decoder.layers, decoder.model.rms_norm_eps
         ids = self.input_ids[:size]
-        residual, attended, qkv = (
-            buffer[:size] for buffer in (self.residual, self.attended, self.qkv)
+        residual, attended, qkv, hidden = (
+            buffer[:size] for buffer in (self.residual, self.attended, self.qkv, self.hidden)
         )
 
         def first() -> None:
@@ -157,8 +171,25 @@ class LayerGraphs:
             x = to_next_norm(index, following.input_norm)
             decoder.linear(x, following.qkv, following.qkv_bias, qkv)
 
-        def last() -> torch.Tensor:
-            return to_next_norm(len(layers) - 1, decoder.norm)
+        def last() -> None:
+            hidden.copy_(to_next_norm(len(layers) - 1, decoder.norm))
 
-        middle = [lambda index=index: between(index) for index in range(len(layers) - 1)]
-        return [first, *middle, last]
+        return [first, *(partial(between, index) for index in range(len(layers) - 1)), last]
+
+
+@cache
+def _capture_stream(device: torch.device) -> Any:
+    """Return the stream to capture on, one a device: cuBLAS keeps a workspace for each."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+def _capture(part: Callable[[], None], pool: Any) -> torch.cuda.CUDAGraph:
+    """Return a graph of the launches that a call makes on the current stream."""
+    graph = torch.cuda.CUDAGraph()
+    # thread_local: the watcher's thread of rank 0 may touch the driver meanwhile
+    graph.capture_begin(pool, capture_error_mode="thread_local")
+    try:
+        part()
+    finally:
+        graph.capture_end()  # else PyTorch's allocator believes for ever that a capture is on
+    return graph

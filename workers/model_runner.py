@@ -29,7 +29,7 @@ from nanorunner.workers.cuda_graphs import PLAIN, GraphManager
 from nanorunner.workers.device import Device
 from nanorunner.workers.distributed import Group
 from nanorunner.workers.full_sampling import DRAW, Need
-from nanorunner.workers.layer_graphs import LayerGraphs
+from nanorunner.workers.layer_graphs import LayerGraphs, relative_speed
 from nanorunner.workers.messages import Int32, RunnerConfig, StepInput
 from nanorunner.workers.places import NOBODY, Places, lay_out
 from nanorunner.workers.request_rows import Int64
@@ -84,7 +84,10 @@ class ModelRunner(StepBody):
 
     @torch.inference_mode()
     def capture_graphs(self) -> GraphManager:
-        """Capture every decode graph on a batch of nobody, and return their manager."""
+        """Capture every decode graph on a batch of nobody, and return their manager.
+
+        It has the layers' graphs too, which are captured where they are not yet.
+        """
         graphs = GraphManager(
             self.config.max_num_seqs,
             is_enabled=self.has_graphs,
@@ -101,11 +104,13 @@ class ModelRunner(StepBody):
                 self.speculator.proposer.capture()
         return graphs
 
+    @torch.inference_mode()
     def capture_layers(self) -> None:
         """Capture the layers' graphs, once: they hold no address of the KV cache."""
         has_layers = self.has_graphs and self.group.tp == 1 and not is_compiling_only()
         if has_layers and self._layers is None:
-            self._layers = LayerGraphs(self.model, self.inputs.all_ids)
+            speed = relative_speed(self.device.torch_device, self.dtype)
+            self._layers = LayerGraphs(self.model, self.inputs.all_ids, speed)
             self._layers.capture()
 
     def close(self) -> None:

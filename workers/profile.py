@@ -2,7 +2,8 @@
 
 On a GPU: one unmeasured pass, so that compilation leaves no trace in the figures and a cold start
 gets as many blocks as a warm one; then the widest forward, the widest sampler and all the graphs,
-each on a one-block cache that is thrown away. What is left of this instance's share is the cache.
+on a one-block cache that is thrown away, as are the graphs that hold its address. What is left of
+this instance's share is the cache.
 """
 
 from __future__ import annotations
@@ -49,10 +50,10 @@ class Profiled(Protocol):
         """Run the largest prefill and the largest sampler batch, touching no live state."""
 
     def capture_layers(self) -> None:
-        """Capture the graphs that stay: those without an address of the KV cache."""
+        """Capture the graphs that hold no address of the KV cache: they stay."""
 
     def capture_graphs(self) -> Any:
-        """Capture every other graph and return what holds them."""
+        """Capture every graph that does, and return what holds them."""
 
 
 def measure_kv_room(runner: Profiled) -> KvRoom:

@@ -17,7 +17,7 @@ PINNED_PEAK_KEYS = ("allocated_bytes.peak", "reserved_bytes.peak")  # by the ver
 class RankCounters(NamedTuple):
     """Totals since the start, the same on every rank but for the memory."""
 
-    graph_steps: dict[str, int]  # "plain 8", "logits 8", "eager": steps so far
+    graph_steps: dict[str, int]  # "plain 8", "logits 8", "layers 192", "eager": steps so far
     padded_rows: int  # of graphs, computed in vain
     gpu_peak_bytes: int | None  # None on a CPU
     pinned_peak_bytes: int | None  # None on a CPU

@@ -1,7 +1,7 @@
 """What both runners hold and do before their first step, and after their last.
 
     load_model     this rank's share of the weights; on a GPU all kernels compile meanwhile
-    profile        how many KV blocks fit beside the widest step (profile.py)
+    profile        how many KV blocks fit beside the widest step (profile.py); graphs of the layers
     allocate_kv    the cache, and one K and one V view a layer
     capture        every kind of step once, decode graphs captured
     ... steps: model_runner_v1.py, model_runner.py ...

@@ -27,7 +27,7 @@
       "counters": {requests, finished, failed, input_tokens, output_tokens, skipped_idle_s,
                    scheduler: {the fields of SchedulerStats},     of all repeats together
                    prefix_hit_share: of the known tokens that requests came with, 0 to 1,
-                   graphs: {dispatched: {"plain 8": steps, "eager": steps}, padded_rows,
+                   graphs: {dispatched: {"plain 8": steps, "layers 192", "eager"}, padded_rows,
                             padded_share},
                    memory: {host_peak_gib: all processes together, since they began,
                             gpu_peak_gib: [by rank] | null, pinned_peak_gib: [by rank] | null},

@@ -126,9 +126,8 @@ def fell_back(result: Result, asked: Mapping[str, Any]) -> list[str]:
     elif counters["graphs"] is not None:
         scheduler, dispatched = counters["scheduler"], counters["graphs"]["dispatched"]
         decode_steps = scheduler["steps"] - scheduler["mixed_steps"] - scheduler["prefill_steps"]
-        graph_steps = sum(
-            n for name, n in dispatched.items() if not name.startswith(("eager", "layers"))
-        )
+        is_whole = {name: not name.startswith(("eager", "layers ")) for name in dispatched}
+        graph_steps = sum(n for name, n in dispatched.items() if is_whole[name])
         if graph_steps < decode_steps:
             problems.append(
                 f"{decode_steps - graph_steps} of {decode_steps} decode steps ran eager"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from nanorunner.kernels.self_attention import HeadShape, differs_when_even
 from nanorunner.workers import cuda_graphs
 from nanorunner.workers.cuda_graphs import LOGITS, PLAIN, Descriptor, GraphManager
-from nanorunner.workers.layer_graphs import LayerGraphs
 
 pytestmark = pytest.mark.beside
 
@@ -75,8 +75,9 @@ def test_a_step_that_a_prompt_joins_has_graphs_of_its_layers_up_to_a_length(
     manager: GraphManager,
 ) -> None:
     assert manager.dispatch_layers(100, 90) is None
-    manager.layers = object.__new__(LayerGraphs)
-    manager.layers.sizes, manager.layers._graphs = [64, 128], {64: [], 128: []}
+    sizes = {64: 64, 65: 128, 10: 64}
+    layers: Any = SimpleNamespace(size_for=sizes.get)
+    manager.layers = layers
     assert manager.dispatch_layers(64, 60) == 64
     assert manager.dispatch_layers(65, 2) == 128
     assert manager.dispatch_layers(129, 100) is None

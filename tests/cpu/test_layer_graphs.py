@@ -13,7 +13,7 @@ import pytest
 import torch
 from body_graphs import Steps, request
 
-from nanorunner.workers.cuda_graphs import GraphManager
+from nanorunner.workers import layer_graphs
 from nanorunner.workers.full_sampling import FullSampling
 from nanorunner.workers.layer_graphs import LayerGraphs, sizes_of
 
@@ -23,14 +23,12 @@ pytestmark = pytest.mark.beside
 class Part:
     """What is captured between two attentions; replay() calls it."""
 
-    def __init__(self, owner: Parts, size: int, call: Callable[[], torch.Tensor | None]) -> None:
-        self.owner, self.size, self.call = owner, size, call
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
 
     @torch.inference_mode()
     def replay(self) -> None:
-        hidden = self.call()
-        if hidden is not None:
-            self.owner._hidden[self.size] = hidden
+        self._call()
 
 
 class Parts(LayerGraphs):
@@ -38,18 +36,18 @@ class Parts(LayerGraphs):
 
     def capture(self) -> None:
         for size in self.sizes:
-            parts: list[Any] = [Part(self, size, call) for call in self._parts(size)]
+            parts: list[Any] = [Part(call) for call in self._parts(size)]
             self._graphs[size] = parts
 
     def poison(self, ids: torch.Tensor) -> None:
         """Let older steps have left NaN in every buffer, and other ids."""
         self.input_ids.copy_(ids)
-        for buffer in (self.residual, self.attended, self.qkv):
+        for buffer in (self.residual, self.attended, self.qkv, self.hidden):
             buffer.fill_(float("nan"))
 
 
 def add_layers(steps: Steps) -> Parts:
-    layers = Parts(steps.runner.model, steps.runner.inputs.all_ids)
+    layers = Parts(steps.runner.model, steps.runner.inputs.all_ids, 1.0)
     layers.capture()
     steps.runner.graphs.layers = layers
     return layers
@@ -69,18 +67,63 @@ def decoder_of(hidden: int, intermediate: int, kv_width: int) -> Any:
 
 def test_large_models_have_close_sizes_and_only_short_ones() -> None:
     """What padding costs, and up to where the host is slower, follows from the arithmetic."""
-    assert sizes_of(decoder_of(4096, 12288, 1024), 8192) == list(range(32, 1025, 32))
-    assert sizes_of(decoder_of(1024, 3072, 1024), 8192) == list(range(128, 2049, 128))
-    assert sizes_of(decoder_of(8192, 28672, 1024), 8192) == list(range(32, 225, 32))
-    assert sizes_of(decoder_of(4096, 12288, 1024), 100) == [32, 64, 96]
-    assert sizes_of(decoder_of(4096, 12288, 1024), 20) == []
+    eight, small = decoder_of(4096, 12288, 1024), decoder_of(1024, 3072, 1024)
+    assert sizes_of(eight, 8192, 1.0) == list(range(32, 1025, 32))
+    assert sizes_of(small, 8192, 1.0) == list(range(128, 2049, 128))
+    assert sizes_of(decoder_of(8192, 28672, 1024), 8192, 1.0) == list(range(32, 225, 32))
+    assert sizes_of(eight, 8192, 0.1) == [32, 64, 96], "a GPU of a tenth of the arithmetic"
+    assert sizes_of(small, 8192, 0.1)[:3] == [32, 64, 96]
 
 
-def test_steps_too_short_for_any_size_have_no_graphs() -> None:
-    model = Steps(has_graphs=False).runner.model
-    tiny = LayerGraphs(model, torch.zeros(20, dtype=torch.int64))
-    tiny.capture()
-    assert tiny.size_for(10) is None
+def test_the_longest_step_has_a_size_of_its_own_where_it_is_worth_one() -> None:
+    eight = decoder_of(4096, 12288, 1024)
+    assert sizes_of(eight, 100, 1.0) == [32, 64, 96, 100]
+    assert sizes_of(eight, 96, 1.0) == [32, 64, 96]
+    assert sizes_of(eight, 20, 1.0) == [20]
+    assert sizes_of(eight, 1030, 1.0)[-1] == 1024
+    assert sizes_of(decoder_of(1024, 3072, 1024), 1000, 1.0)[-2:] == [896, 1000]
+
+
+@pytest.mark.parametrize(
+    ("capability", "processors", "dtype", "speed"),
+    [
+        ((9, 0), 132, torch.bfloat16, 1.0),
+        ((9, 0), 66, torch.float16, 0.5),
+        ((9, 0), 132, torch.float32, 0.1),
+        ((8, 0), 108, torch.bfloat16, 0.4 * 108 / 132),
+        ((8, 9), 128, torch.bfloat16, 0.17 * 128 / 132),
+    ],
+)
+def test_a_gpus_speed_follows_from_its_processors(
+    capability: tuple[int, int],
+    processors: int,
+    dtype: torch.dtype,
+    speed: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(layer_graphs, "num_processors", lambda device: processors)
+    assert layer_graphs.relative_speed(torch.device("cuda"), dtype) == pytest.approx(speed)
+
+
+def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else PyTorch's allocator would take the next engine's memory for a graph's."""
+    calls: list[str] = []
+
+    class Graph:
+        def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+            calls.append("begin")
+
+        def capture_end(self) -> None:
+            calls.append("end")
+
+    def fail() -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer_graphs._capture(fail, None)
+    assert calls == ["begin", "end"]
 
 
 @pytest.mark.parametrize("num_tokens", [2, 127, 128, 129, 250])
@@ -135,9 +178,3 @@ def test_ids_of_prompts_that_join_decodes_do_not_change() -> None:
         is_layers = [name.startswith("layers") for name in counts.elements()]
         assert sum(is_layers) == (4 if has_layers else 0), counts
     assert heard[1] == heard[0]
-
-
-def test_graphs_that_were_given_up_serve_nothing() -> None:
-    manager = GraphManager(4, is_enabled=False)
-    assert manager.layers is None
-    assert manager.dispatch_layers(10, 10) is None

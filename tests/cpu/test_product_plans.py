@@ -34,13 +34,14 @@ from nanorunner.kernels.cublas_lt import (
 )
 from nanorunner.kernels.few_rows_plans import FOLDER, Key
 from nanorunner.kernels.product_plans import (
-    OWN_CHOICE,
     PRODUCT,
-    Plan,
+    OwnChoice,
+    ProductPlan,
     choose_product,
     load_products,
     plan_product,
     product_table,
+    why_mute,
 )
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -58,8 +59,9 @@ SPLIT = Algorithm(
     custom=7, inner=9,
 )  # fmt: skip
 WHOLE = SPLIT._replace(splits=1, reduction=UNSPLIT)
+OWN_CHOICE = OwnChoice(VERSION)
 SHAPE = (4096, 12288)
-MEASURED: dict[Key, tuple[Plan, float]] = {
+MEASURED: dict[Key, tuple[ProductPlan, float]] = {
     (PRODUCT, *SHAPE, 64): (WHOLE, 29.65),
     (PRODUCT, *SHAPE, 192): (SPLIT, 36.1),
     (PRODUCT, 6144, 4096, 128): (OWN_CHOICE, 18.12),
@@ -95,7 +97,7 @@ def algorithm_at(rows: int) -> Algorithm:
     return WHOLE._replace(id=rows)
 
 
-def table_of(plans: dict[int, Plan]) -> dict[Key, Plan]:
+def table_of(plans: dict[int, ProductPlan]) -> dict[Key, ProductPlan]:
     """Return a table with an entry of SHAPE at each row count."""
     return {(PRODUCT, *SHAPE, rows): plan for rows, plan in plans.items()}
 
@@ -148,7 +150,7 @@ def test_a_table_reads_back_as_it_was_written(table_path: Path) -> None:
     found = load_products(table_path)
     assert found == PLANS
     assert [type(plan) for plan in found.values()].count(Algorithm) == 2, "no plain tuples"
-    assert found[PRODUCT, 6144, 4096, 128] is OWN_CHOICE
+    assert found[PRODUCT, 6144, 4096, 128] == OWN_CHOICE
     assert measured(table_path, found) == MEASURED
 
 
@@ -158,9 +160,10 @@ def test_a_table_reads_back_as_it_was_written(table_path: Path) -> None:
         "{op: product, out: 8, in: 8, library: 130100, id: 66, tile: 1, stages: 1, cluster: 2}",
         "{out: 8, in: 8, rows: 64, library: 130100, id: 66, tile: 1, stages: 1, cluster: 2}",
         "{op: product, out: 8, in: 8, rows: 64, library: 130100, id: 66, tile: 1, stages: 1}",
-        "{op: product, out: 8, in: 8, rows: 64, tiles: 1}",
+        "{op: product, out: 8, in: 8, rows: 64, library: 130100, tiles: 1}",
+        "{op: product, out: 8, in: 8, rows: 64, us: 1.0}",
     ],
-    ids=["without rows", "without op", "without cluster", "with an unknown field"],
+    ids=["without rows", "without op", "without cluster", "an unknown field", "without a version"],
 )
 def test_a_bad_entry_is_refused_with_its_file(table_path: Path, entry: str) -> None:
     table_path.write_text(f"{table_path.read_text()}- {entry}\n")
@@ -173,69 +176,87 @@ def test_without_a_file_nothing_was_measured(tmp_path: Path) -> None:
     assert product_table(tmp_path / "missing-products.yaml") == {}
 
 
-@pytest.fixture
-def lines(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> Callable[[], list[str]]:
-    """Return what gives the lines logged so far."""
-    # The command line cuts our logger off from the others.
-    monkeypatch.setattr(logging.getLogger("nanorunner"), "propagate", True)
-    caplog.set_level(logging.INFO, "nanorunner")
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
 def has_library(monkeypatch: pytest.MonkeyPatch, version: int | None) -> None:
     """Give this process a cuBLASLt of a version, for those who ask only that."""
     for module in (product_plans, cublas_lt):
         monkeypatch.setattr(module, "library_version", lambda: version)
 
 
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    """Return a GPU whose table is table_path's."""
+    monkeypatch.setattr(product_plans, "gpu_name", lambda device: "some-gpu")
+    return torch.device("cuda", 0)
+
+
 @pytest.mark.parametrize("version", [VERSION + 1, 120900, None])
-def test_another_version_makes_a_table_mute_and_is_named_once(
-    table_path: Path,
-    lines: Callable[[], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
-    version: int | None,
+def test_another_version_makes_a_table_mute_and_is_named(
+    table_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch, version: int | None
 ) -> None:
     has_library(monkeypatch, version)
-    for _ in range(3):
-        assert product_table(table_path) == {}
-    (line,) = lines()
-    assert f"here is {version}," in line
-    assert f"{table_path.name} was measured with {VERSION}:" in line
-
-
-def test_a_table_of_two_versions_is_mute_in_both(
-    table_path: Path, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    key: Key = (PRODUCT, *SHAPE, 256)
-    both = MEASURED | {key: (WHOLE._replace(library=VERSION + 1), 40.85)}
-    write_table(table_path, both, "kernels/product_plans.py")
-    has_library(monkeypatch, VERSION)
     assert product_table(table_path) == {}
-    (line,) = lines()
-    assert f"measured with {VERSION}, {VERSION + 1}:" in line
+    note = why_mute(gpu, table_path.parent)
+    assert note is not None
+    assert f"here is {version}," in note
+    assert f"{table_path.name} was measured with {VERSION}:" in note
+
+
+def test_of_a_table_of_two_versions_each_finds_its_own_entries(
+    table_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after scripts/tune_products.py ran anew for some shapes alone."""
+    key: Key = (PRODUCT, *SHAPE, 256)
+    newer = WHOLE._replace(library=VERSION + 1)
+    both = MEASURED | {key: (newer, 40.85)}
+    write_table(table_path, both, "kernels/product_plans.py")
+    for version, entries in ((VERSION, PLANS), (VERSION + 1, {key: newer})):
+        product_table.cache_clear()
+        has_library(monkeypatch, version)
+        assert product_table(table_path) == entries
+        assert why_mute(gpu, table_path.parent) is None
 
 
 def test_a_table_of_this_version_serves_in_silence(
-    table_path: Path, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+    table_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_library(monkeypatch, VERSION)
     assert product_table(table_path) == PLANS
-    assert lines() == []
+    assert why_mute(gpu, table_path.parent) is None
 
 
-def test_a_table_without_numbers_serves_every_version(
-    tmp_path: Path, lines: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+def test_a_gpu_without_a_table_has_nothing_to_say(
+    tmp_path: Path, gpu: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "some-gpu-products.yaml"
-    key: Key = (PRODUCT, *SHAPE, 64)
-    write_table(path, {key: (OWN_CHOICE, 1.0)}, "kernels/product_plans.py")
     has_library(monkeypatch, None)
-    assert product_table(path) == {key: OWN_CHOICE}
-    assert lines() == []
+    assert why_mute(gpu, tmp_path) is None
 
 
+def test_a_kernel_that_the_library_refuses_is_named_and_left_to_cublas(
+    table_path: Path,
+    gpu: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("nanorunner"), "propagate", True)  # the CLI cuts it off
+    has_library(monkeypatch, VERSION)
+    asked: list[Any] = []
+
+    def refuse(*product: Any) -> bool:
+        asked.append(product)
+        return False
+
+    monkeypatch.setattr(product_plans, "accepts", refuse)
+    with FakeTensorMode():
+        weight = torch.empty(SHAPE, dtype=torch.float16, device=gpu)
+    for _ in range(3):
+        assert plan_product(63, weight, table_path.parent) is None
+    assert asked == [(63, SHAPE, torch.float16, gpu, WHOLE)]
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert "cuBLAS refuses Algorithm(library=130100" in line
+    assert "63 rows and (4096, 12288)" in line
+
+
+@pytest.mark.usefixtures("gpu")
 def test_only_a_16_bit_weight_on_a_gpu_gets_an_algorithm(
     table_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,7 +266,7 @@ def test_only_a_16_bit_weight_on_a_gpu_gets_an_algorithm(
         return plan_product(rows, weight, table_path.parent)
 
     has_library(monkeypatch, VERSION)
-    monkeypatch.setattr(product_plans, "gpu_name", lambda device: "some-gpu")
+    monkeypatch.setattr(product_plans, "accepts", lambda *product: True)
     assert plan(torch.bfloat16, "cuda") == plan(torch.float16, "cuda") == WHOLE
     assert plan(torch.bfloat16, "cuda", rows=192) == SPLIT
     assert plan(torch.bfloat16, "cuda", rows=128) is None
@@ -263,7 +284,7 @@ def test_every_entry_of_a_shipped_table_can_be_meant(path: Path) -> None:
     table = load_products(path)
     assert len(table) == path.read_text(encoding="utf-8").count("\n- {"), "no key is there twice"
     algorithms = [plan for plan in table.values() if isinstance(plan, Algorithm)]
-    assert len({algorithm.library for algorithm in algorithms}) == 1
+    assert len({plan.library for plan in table.values()}) == 1
     for algorithm in algorithms:
         assert (algorithm.splits > 1) == (algorithm.reduction == IN_FLOAT32), algorithm
         assert algorithm.splits > 1 or algorithm.reduction == UNSPLIT, algorithm
@@ -278,8 +299,13 @@ def test_every_entry_of_a_shipped_table_can_be_meant(path: Path) -> None:
 
 @pytest.mark.parametrize(("us", "is_better"), [(98.9, True), (99.1, False), (104.0, False)])
 def test_a_gain_below_a_percent_is_left_to_cublas(us: float, is_better: bool) -> None:
-    line = {"us": us, "own_us": 100.0, "algorithm": SPLIT._asdict()}
+    line = {"us": us, "own_us": 100.0, "library": VERSION, "algorithm": SPLIT._asdict()}
     assert entry_of(line) == ((SPLIT, us) if is_better else (OWN_CHOICE, 100.0))
+
+
+def test_a_shape_without_a_right_kernel_is_left_to_cublas() -> None:
+    line = {"us": 100.0, "own_us": 100.0, "library": VERSION, "algorithm": None}
+    assert entry_of(line) == (OWN_CHOICE, 100.0)
 
 
 @pytest.mark.parametrize("cuda", [None, "99.0"], ids=["a CPU build", "its file is not there"])

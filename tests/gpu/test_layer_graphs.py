@@ -42,7 +42,7 @@ def test_steps_that_prompts_join_equal_eager_ones_behind_other_rows(
     lists = [listen(steps, monkeypatch) for steps in (eager, captured)]
     lengths = (3, 70, 126, 200, 130, 30)
     for index, length in enumerate(lengths):
-        for buffer in (layers.residual, layers.attended, layers.qkv):
+        for buffer in (layers.residual, layers.attended, layers.qkv, layers.hidden):
             buffer.fill_(float("nan"))
         layers.input_ids.fill_(index)
         prompt = [(5 * index + 3 * i) % 50 for i in range(length)]

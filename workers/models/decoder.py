@@ -32,6 +32,7 @@ from nanorunner.kernels.medium_rows_plans import (
     most_medium_rows,
     plan_medium_rows,
 )
+from nanorunner.kernels.product_plans import why_mute
 from nanorunner.kernels.rms_norm import add_rms_norm, rms_norm
 from nanorunner.kernels.self_attention import (
     AttentionPlan,
@@ -116,6 +117,8 @@ class Decoder:
         self.linear_medium, self.linear_add_norm = linear_medium, linear_add_norm
         self.gate_up_silu = gate_up_silu
         self.has_few_rows = device.type == "cuda" and self.attention_backend == "triton"
+        if rank == 0 and device.type == "cuda" and (note := why_mute(device)) is not None:
+            logger.info(note)
         heads = head_shard(model.num_heads, model.num_kv_heads, tp, rank)
         self.local_heads, self.local_kv_heads = heads.local_heads, heads.local_kv_heads
         self.local_vocab, self.vocab = even_shard(model.vocab_size, tp, rank)

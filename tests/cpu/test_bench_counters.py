@@ -40,7 +40,9 @@ def test_counts_are_the_difference_of_two_readings_and_peaks_are_not() -> None:
     failed = RequestRecord(9, finish_reason="error: no room")
     before = reading(1, {"plain 8": 100, "eager": 3}, padded_rows=50)
     after = reading(
-        3, {"plain 8": 110, "plain 16": 5, "plain 4 x 5": 6, "eager": 3}, padded_rows=90
+        3,
+        {"plain 8": 110, "plain 16": 5, "plain 4 x 5": 6, "layers 192": 2, "eager": 3},
+        padded_rows=90,
     )
     counts = count(before, after, [[done, failed], [done]], skipped_idle_s=0.0, num_gpus=2)
     assert (counts["requests"], counts["finished"], counts["failed"]) == (3, 2, 1)
@@ -49,9 +51,10 @@ def test_counts_are_the_difference_of_two_readings_and_peaks_are_not() -> None:
     assert counts["scheduler"]["peak_used_blocks"] == 7
     assert counts["prefix_hit_share"] == 20 / 80
     graphs = counts["graphs"]
-    assert graphs["dispatched"] == {"plain 16": 5, "plain 4 x 5": 6, "plain 8": 10}
+    steps = {"layers 192": 2, "plain 16": 5, "plain 4 x 5": 6, "plain 8": 10}
+    assert graphs["dispatched"] == steps
     assert graphs["padded_rows"] == 40
-    assert graphs["padded_share"] == 40 / (10 * 8 + 5 * 16 + 6 * 4 * 5)
+    assert graphs["padded_share"] == 40 / (10 * 8 + 5 * 16 + 6 * 4 * 5 + 2 * 192)
     drafts = counts["drafts"]
     assert drafts["acceptance"] == [60 / 80, 10 / 40]
     assert drafts["mean_accepted_length"] == 1 + 70 / 100

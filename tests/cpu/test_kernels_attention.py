@@ -12,6 +12,7 @@ import torch
 from kernel_cases import AttentionCase, attention_case, check_attention, poison
 
 from nanorunner.kernels.attention import paged_attention
+from nanorunner.kernels.attention_batch_invariant import BATCH_INVARIANT
 from nanorunner.kernels.decode_attention import (
     MAX_SEQ_LENS,
     DecodePlan,
@@ -59,6 +60,20 @@ def test_prompts_chunks_and_decodes_share_one_batch(
 ) -> None:
     case = attention_case(MIXED, heads)
     check_attention(case, run(case, backend))
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton", BATCH_INVARIANT])
+@pytest.mark.parametrize("requests", [DECODES, MIXED, [*[(1, 9)] * 5, (12, 20)]])
+def test_the_output_may_have_a_place_of_its_own(
+    requests: list[tuple[int, int]], backend: str
+) -> None:
+    case = attention_case(requests, (4, 2, 64))
+    place = poison(case.q.shape, case.q.dtype).fill_(torch.nan)
+    out = paged_attention(
+        case.q, case.k_cache, case.v_cache, case.batch, case.scale, backend, out=place
+    )
+    assert out.data_ptr() == place.data_ptr()
+    check_attention(case, place)
 
 
 @pytest.mark.parametrize("backend", ["torch", "triton"])

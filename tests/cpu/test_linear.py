@@ -33,6 +33,11 @@ def test_packed_equals_plain(
         assert out.dtype == dtype
         tolerance = TOLERANCE[dtype]
         torch.testing.assert_close(out.double(), expected, rtol=tolerance, atol=tolerance)
+        whole = torch.full((rows + 1, outer), torch.nan, dtype=dtype)
+        written = linear(x, each, bias, whole[:rows])
+        assert rows == 0 or written.data_ptr() == whole.data_ptr()
+        torch.testing.assert_close(written, out, rtol=tolerance, atol=tolerance)
+        assert whole[rows:].isnan().all()
 
 
 def test_what_onednn_does_not_serve_stays_plain() -> None:

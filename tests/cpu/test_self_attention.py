@@ -81,7 +81,12 @@ def test_the_short_way_equals_the_reference(
         cos_sin = torch.cat((angle.cos(), angle.sin()), dim=-1)
         if is_short:
             plan = plan_attention(positions, cos_sin, batch, "torch", kv[0])
-            out = self_attention(qkv, plan, kv[0], kv[1], shape, norms[0], norms[1], 1e-6)
+            place = torch.full((len(qkv), shape.num_heads * shape.head_dim), torch.nan, dtype=dtype)
+            out = self_attention(
+                qkv, plan, kv[0], kv[1], shape, norms[0], norms[1], 1e-6,
+                out=place if has_norm else None,
+            )  # fmt: skip
+            assert (out.data_ptr() == place.data_ptr()) == has_norm
         else:
             qk_norm_rope_kv_write_reference(
                 qkv, positions, cos_sin, slots, kv[0], kv[1], *shape, norms[0], norms[1], 1e-6

@@ -86,6 +86,8 @@ def test_a_fall_back_is_named() -> None:
     assert fell_back(good, {"runner": "v2"}) == ["runner: asked for v2, ran with v1"]
     good["counters"]["graphs"]["dispatched"] = {"plain 4": 60, "eager": 40}
     assert fell_back(good, asked) == ["30 of 90 decode steps ran eager"]
+    good["counters"]["graphs"]["dispatched"] = {"plain 4": 60, "layers 64": 10, "eager": 30}
+    assert fell_back(good, asked) == ["30 of 90 decode steps ran eager"], "layers serve prompts"
     assert fell_back(result(1.0, graph_sizes=[]), asked) == ["no CUDA graphs were captured"]
     assert fell_back(result(1.0, graph_sizes=[], enforce_eager=True), asked) == []
     assert fell_back(result(1.0, graph_sizes=[], device="cpu"), asked) == []

@@ -6,6 +6,7 @@ Without a GPU: a graph's replay is here a call of what would have been captured.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -106,24 +107,57 @@ def test_a_gpus_speed_follows_from_its_processors(
     assert layer_graphs.relative_speed(torch.device("cuda"), dtype) == pytest.approx(speed)
 
 
+class Gpu:
+    """What capture() asks of torch.cuda, noted; nothing is captured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls: list[str] = []
+        calls = self.calls
+
+        class Graph:
+            def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
+                calls.append(f"begin in {pool}")
+
+            def capture_end(self) -> None:
+                calls.append("end")
+
+        stream = SimpleNamespace(wait_stream=lambda other: calls.append("wait"))
+        fakes: dict[str, Any] = {
+            "CUDAGraph": Graph,
+            "graph_pool_handle": lambda: "a pool",
+            "Stream": lambda device: stream,
+            "stream": lambda stream: nullcontext(),
+            "current_stream": lambda device: stream,
+            "synchronize": lambda device: calls.append("synchronize"),
+            "empty_cache": lambda: calls.append("empty_cache"),
+        }
+        for name, fake in fakes.items():
+            monkeypatch.setattr(torch.cuda, name, fake)
+
+
+def test_every_part_of_every_size_is_captured_in_one_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch)
+    layer_graphs._capture_stream.cache_clear()
+    model = Steps(has_graphs=False).runner.model
+    layers = LayerGraphs(model, torch.zeros(200, dtype=torch.int64), 1.0)
+    layers.capture()
+    layer_graphs._capture_stream.cache_clear()
+    num_graphs = 2 * (len(model.layers) + 1)  # 128 and 200 tokens
+    assert gpu.calls == ["wait", *["begin in a pool", "end"] * num_graphs, *gpu.calls[-2:]]
+    assert gpu.calls[-2:] == ["synchronize", "empty_cache"]
+    assert [layers.size_for(n) for n in (1, 128, 129, 200, 201)] == [128, 128, 200, 200, None]
+
+
 def test_a_capture_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else PyTorch's allocator would take the next engine's memory for a graph's."""
-    calls: list[str] = []
-
-    class Graph:
-        def capture_begin(self, pool: Any, capture_error_mode: str) -> None:
-            calls.append("begin")
-
-        def capture_end(self) -> None:
-            calls.append("end")
+    gpu = Gpu(monkeypatch)
 
     def fail() -> None:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     with pytest.raises(torch.OutOfMemoryError):
         layer_graphs._capture(fail, None)
-    assert calls == ["begin", "end"]
+    assert gpu.calls == ["begin in None", "end"]
 
 
 @pytest.mark.parametrize(

@@ -123,6 +123,29 @@ def test_the_words_about_the_figures_are_what_the_files_and_loads_say(page: str)
             assert re.search(rf"(?<![\d,]){number:,}(?![\d,])", section), (load, number)
 
 
+@pytest.mark.parametrize("page", READMES)
+def test_the_latencies_under_timed_arrivals_are_the_files(page: str) -> None:
+    section = numbers_section(page)
+    ours, theirs, elsewhere = (
+        json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+        for name in ("arrivals-v2", "arrivals-vllm", "other-runs/arrivals-vllm-two-gpus")
+    )
+    assert ours["commit"] == theirs["commit"]
+    assert ours["started"][:13] == theirs["started"][:13], "the same hour"
+    assert f"commit {ours['commit']}" in section
+    (own,) = ours["repeats"]
+    assert f"{own['offered_per_s']:.1f}" in section
+    places = []
+    for result in (ours, theirs, elsewhere):
+        (each,) = result["repeats"]
+        assert result["workload"]["name"] == "nano"
+        for figure in (f"{each['ttft_ms_p95']:.0f}", f"{each['itl_ms_p95']:.1f}"):
+            found = re.search(rf"(?<![\d.,]){re.escape(figure)}(?![\d])", section)
+            assert found, figure
+            places.append(found.start())
+    assert places == sorted(places), "in the order of the sentence"
+
+
 def numbers_section(page: str) -> str:
     """Return the words that stand below the table, up to the next heading."""
     return text(page).partition("<!-- /table -->")[2].partition("\n## ")[0]

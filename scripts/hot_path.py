@@ -30,6 +30,7 @@ WORKERS = (
     "gpu_clock",
     "traced_group",
     "cuda_graphs",
+    "layer_graphs",
     "distributed",
     "peer_reducer",
     "device",
@@ -52,6 +53,7 @@ COLD = {
     "workers/staged_tensor.py": {"table": "at the start: a table joins"},
     "workers/pinned_ring.py": {"__init__": "of host memory, when a buffer is made"},
     "workers/device.py": {"result": "runner v1's and the profile's wait"},
+    "workers/layer_graphs.py": {"capture": "at the start"},
     "kernels/attention.py": {"_request_rows": "of the reference"},
     "kernels/linear.py": {
         "can_pack": "at the start, about the CPU",

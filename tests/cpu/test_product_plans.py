@@ -47,6 +47,8 @@ from nanorunner.kernels.product_plans import (
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))  # as for a script that runs there
 
+from scripts import cublas_kernels  # noqa: E402
+from scripts.cublas_kernels import Kernels  # noqa: E402
 from scripts.tune_products import entry_of, shapes_of  # noqa: E402
 from scripts.tune_race import measured, write_table  # noqa: E402
 
@@ -178,7 +180,7 @@ def test_without_a_file_nothing_was_measured(tmp_path: Path) -> None:
 
 def has_library(monkeypatch: pytest.MonkeyPatch, version: int | None) -> None:
     """Give this process a cuBLASLt of a version, for those who ask only that."""
-    for module in (product_plans, cublas_lt):
+    for module in (product_plans, cublas_lt, cublas_kernels):
         monkeypatch.setattr(module, "library_version", lambda: version)
 
 
@@ -354,7 +356,7 @@ class RecordedLibrary:
         self.ids: list[int] = []
         self.attributes: dict[int, tuple[int, int]] = {}  # number: value, bytes
         self.refused: int | None = None  # the number of an attribute
-        self.check_status = self.verdict_status = self.workspace_bytes = 0
+        self.check_status = self.verdict_status = self.workspace_bytes = self.init_status = 0
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         assert name.startswith("cublasLtMa"), name  # a matrix's or a product's
@@ -362,7 +364,7 @@ class RecordedLibrary:
 
     def cublasLtMatmulAlgoInit(self, *args: Any) -> int:
         self.ids.append(args[-2])
-        return 0
+        return self.init_status
 
     def cublasLtMatmulAlgoConfigSetAttribute(
         self, words: Any, number: int, value: Any, num_bytes: int
@@ -370,6 +372,32 @@ class RecordedLibrary:
         assert ctypes.sizeof(value._obj) == num_bytes
         self.attributes[number] = (value._obj.value, num_bytes)
         return int(number == self.refused)
+
+    def cublasLtMatmulAlgoGetHeuristic(self, *args: Any) -> int:
+        *_, most, results, count = args
+        assert len(results) == most
+        count._obj.value = 2
+        return 0
+
+    def cublasLtMatmulAlgoConfigGetAttribute(
+        self, words: Any, number: int, value: Any, num_bytes: int, written: Any
+    ) -> int:
+        assert ctypes.sizeof(value._obj) == num_bytes
+        value._obj.value = 66 if number == 0 else self.attributes[number][0]
+        return 0
+
+    def cublasLtMatmulAlgoCapGetAttribute(
+        self, words: Any, number: int, value: Any, num_bytes: int, written: Any
+    ) -> int:
+        tiles = (11, 12, 15)
+        if number == 7:
+            value._obj.value = 4
+        elif value is None:
+            written._obj.value = 4 * len(tiles)
+        else:
+            assert num_bytes == 4 * len(tiles)
+            value[:] = tiles
+        return 0
 
     def cublasLtMatmulAlgoCheck(self, *args: Any) -> int:
         verdict = args[-1]._obj
@@ -382,6 +410,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> RecordedLibrary:
     """Return the library that products ask from here on."""
     recorded = RecordedLibrary()
     monkeypatch.setattr(cublas_lt, "_library", lambda: recorded)
+    monkeypatch.setattr(cublas_kernels, "ARGUMENTS", {})  # types are for C functions
     monkeypatch.setattr(cublas_lt, "_handle", lambda device_index: ctypes.c_void_p())
     has_library(monkeypatch, VERSION)
     return recorded
@@ -449,3 +478,18 @@ def test_more_workspace_than_there_is_is_refused(library: RecordedLibrary) -> No
     assert launch.workspace_bytes == WORKSPACE_BYTES
     library.workspace_bytes = WORKSPACE_BYTES + 1
     assert bind(SPLIT) is None
+
+
+def test_an_algorithm_that_is_not_there_is_refused(library: RecordedLibrary) -> None:
+    library.init_status = 15
+    assert bind(SPLIT) is None
+    with pytest.raises(ValueError, match="no algorithm 7"):
+        Kernels(192, *SHAPE, torch.bfloat16, 0).tiles(7)
+
+
+def test_the_tuner_reads_what_the_library_has(library: RecordedLibrary) -> None:
+    kernels = Kernels(192, *SHAPE, torch.bfloat16, 0)
+    assert kernels.bind(SPLIT) is not None  # now the library has its numbers
+    assert kernels.suggestions() == [SPLIT, SPLIT]
+    assert kernels.tiles(66) == [11, 12, 15]
+    assert kernels.most_custom(66) == 4

@@ -20,6 +20,7 @@ from nanorunner.kernels.few_rows_plans import (
     read_table,
 )
 from nanorunner.kernels.medium_rows_plans import ADDED, LIBRARY, TILES, MediumRowsPlan
+from nanorunner.kernels.product_plans import load_products
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.append(str(SCRIPTS))  # as for a script that runs there
@@ -121,9 +122,14 @@ def test_a_table_that_is_written_again_keeps_its_microseconds(tmp_path: Path) ->
 
 def test_the_tables_in_the_package_would_be_written_as_they_are(tmp_path: Path) -> None:
     for path in FOLDER.glob("*.yaml"):
-        make: Any = MediumRowsPlan if path.stem.endswith("-medium") else FewRowsPlan
+        plans: dict[Key, Any]
+        if path.stem.endswith("-products"):
+            plans = {**load_products(path)}
+        else:
+            make: Any = MediumRowsPlan if path.stem.endswith("-medium") else FewRowsPlan
+            plans = read_table(path, make)
         again = tmp_path / path.name
-        write_table(again, measured(path, read_table(path, make)), "a test")
+        write_table(again, measured(path, plans), "a test")
         entries = path.read_text().splitlines()[1:]
         assert again.read_text().splitlines()[1:] == entries
 

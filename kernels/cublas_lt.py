@@ -1,8 +1,8 @@
 """x @ weight.T by a cuBLAS kernel that we name, where the one that cuBLAS picks is slower.
 
 The library has hundreds of kernels for a product, and guesses from the shapes which is fastest. At
-the row counts of a decode it often guesses wrong: down of 8B at 192 rows takes 54 to 56 us by its
-choice and 37 by another of its kernels. Its header cublasLt.h numbers their parts (tile, cluster,
+the row counts of a decode it often guesses wrong: down of 8B at 192 rows takes 52 us by its choice
+and 36 by another of its kernels (H200). Its header cublasLt.h numbers their parts (tile, cluster,
 splits of the columns, ...); an Algorithm is one such set of numbers. kernels/product_plans.py has
 measured ones.
 

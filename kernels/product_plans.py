@@ -52,7 +52,12 @@ def _plan(
     table = product_table(folder / table_name(device))
     algorithm = choose_product(table, rows, *shape)
     if algorithm is not None and not accepts(rows, shape, dtype, device, algorithm):
-        logger.warning("cuBLAS refuses %s for %d rows and %s", algorithm, rows, tuple(shape))
+        logger.warning(
+            "cuBLAS refuses %s for %d rows and %s; it picks its own kernel there",
+            algorithm,
+            rows,
+            tuple(shape),
+        )
         return None
     return algorithm
 

@@ -56,7 +56,8 @@ else:  # a script's own folder is where Python looks first; it is no package
     from tune_race import measured, write_table
 
 ROWS = (256, 192, 128, 64, 224, 160, 96, 240, 208, 176, 144, 112, 80)
-# cublasLt.h's numbers: one processor, then 2 x 1, 4 x 1, 1 x 2; larger ones never won
+# cublasLt.h's numbers: one processor, then 2 x 1, 4 x 1, 1 x 2. Larger ones are left to the
+# library's suggestions, among which one has won once.
 ALONE, *TOGETHER = range(2, 6)
 SPLITS = (2, 3, 4, 6, 8)
 CLUSTERED, WIDENED = 12, 6  # so many of the best go on
